@@ -1,0 +1,1 @@
+"""Attention backends and the KV cache that they read."""

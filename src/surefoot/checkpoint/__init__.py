@@ -1,0 +1,1 @@
+"""Checkpoint files: finding, fetching and reading them. No torch."""

@@ -1,0 +1,67 @@
+"""Everything resolved: the one record that every process below `launch` works from. Never written to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from surefoot.config.bounds import Bounds
+from surefoot.config.hardware import HardwareSpec
+from surefoot.config.model_spec import ModelSpec
+
+CheckpointFormat = Literal["gguf", "safetensors"]
+LoadFormat = Literal["checkpoint", "dummy"]
+LinearKernel = Literal["fp16_packed", "dense"]
+
+
+class CheckpointRef(Struct, frozen=True):
+    path: str  # the GGUF file, or the Hugging Face directory
+    format: CheckpointFormat
+
+
+class Reason(Struct, frozen=True, array_like=True):
+    """Why a field of the plan has its value."""
+
+    field: str
+    value: str
+    why: str
+
+
+class KVLayout(Struct, frozen=True):
+    """How keys and values lie in memory: declared here, owned by `attention.kv_cache`."""
+
+    name: str
+    dtype: str  # name of a torch dtype
+    bytes_per_token: int  # over all layers
+
+
+class EnginePlan(Struct, frozen=True):
+    checkpoint: CheckpointRef
+    load_format: LoadFormat
+    served_model_name: str
+    model: ModelSpec
+    hardware: HardwareSpec
+    device: Literal["cpu"]
+    num_threads: int
+    dtype: str  # of activations: name of a torch dtype
+    weight_dtype: str  # in which matrices are held
+    linear_kernel: LinearKernel
+    attention_backend: str  # key of config.catalog.ATTENTION_BACKENDS
+    kv_layout: KVLayout
+    bounds: Bounds
+    prefix_cache: bool
+    lookahead: int  # 0 or 1
+    seed: int  # of dummy weights, and of requests that bring none
+    reasons: tuple[Reason, ...]
+
+
+class ServerPlan(Struct, frozen=True):
+    """What the frontend works from: the engine's plan, and how it is offered."""
+
+    engine: EnginePlan
+    host: str
+    port: int
+    api_key: str  # empty: no key is asked for
+    drain_seconds: float  # how long running requests may go on after SIGTERM
+    log_level: str

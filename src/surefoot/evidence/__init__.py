@@ -1,0 +1,1 @@
+"""What is kept for the day after: ring and report formats. No torch."""

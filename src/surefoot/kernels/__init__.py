@@ -1,0 +1,1 @@
+"""One file per kernel: reference, then launcher, then fast path."""

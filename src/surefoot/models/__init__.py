@@ -1,0 +1,1 @@
+"""Model architectures, built from a ModelSpec."""

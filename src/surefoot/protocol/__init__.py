@@ -1,0 +1,1 @@
+"""What crosses a process: commands, events and step plans. Frozen, total, no torch."""

@@ -1,0 +1,1 @@
+"""Who runs next. Plain Python: no torch, clock, random or I/O."""

@@ -24,7 +24,13 @@ class Llama3RopeScaling(Struct, frozen=True, tag="llama3"):
     original_max_context: int
 
 
-RopeScaling = NoRopeScaling | LinearRopeScaling | Llama3RopeScaling
+class FactorsRopeScaling(Struct, frozen=True, tag="factors"):
+    """Each frequency is divided by its own factor: how GGUF stores Llama 3.1's scaling."""
+
+    factors: tuple[float, ...]  # head_dim / 2
+
+
+RopeScaling = NoRopeScaling | LinearRopeScaling | Llama3RopeScaling | FactorsRopeScaling
 
 
 class ModelSpec(Struct, frozen=True):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from surefoot.scheduler.scheduler import Scheduler
-
 from surefoot.protocol.messages import Abort, Event, Submit
 from surefoot.protocol.step_plan import StepPlan, StepResult
+from surefoot.scheduler.scheduler import Scheduler
 
 
 class Inbox(Protocol):

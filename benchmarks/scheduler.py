@@ -1,0 +1,120 @@
+"""How long the scheduler takes: `plan` and `commit` of pure decode steps, by number of rows.
+
+    PYTHONPATH=src python benchmarks/scheduler.py
+
+Every request decodes in its own pages of 16 tokens, with page edges spread evenly over the steps, and the step in
+flight is committed before the next is planned. Prints a table and appends it to results/scheduler.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+from surefoot.config.bounds import Bounds
+from surefoot.config.hardware import probe
+from surefoot.protocol.messages import GenerateRequest, Sampling, Submit
+from surefoot.protocol.step_plan import StepDone, StepPlan
+from surefoot.scheduler.scheduler import Scheduler
+
+RESULTS = Path(__file__).parent / "results" / "scheduler.csv"
+ROWS = (1, 64, 256, 512)
+PAGE_SIZE = 16
+STEPS = 1600
+WARM_UP = 64
+
+
+def done(plan: StepPlan) -> StepDone:
+    count = len(plan.decode_slots) + sum(row.samples for row in plan.prefill)
+    return StepDone(plan.step_id, (7,) * count, (True,) * count, "benchmark")
+
+
+def decoding_scheduler(rows: int) -> Scheduler:
+    """A scheduler in which `rows` requests decode, long enough for the whole measurement."""
+    new_tokens = STEPS + WARM_UP + 2 * PAGE_SIZE
+    longest = 100 + PAGE_SIZE + new_tokens
+    bounds = Bounds(
+        page_size=PAGE_SIZE,
+        num_pages=rows * -(-longest // PAGE_SIZE),
+        max_model_len=longest,
+        max_running_requests=rows,
+        max_queued_requests=0,
+        chunked_prefill_size=rows * longest,
+    )
+    scheduler = Scheduler(bounds, prefix_cache=True)
+    sampling = Sampling(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+    for i in range(rows):
+        prompt = tuple(range(1000 * i, 1000 * i + 100 + i % PAGE_SIZE))
+        scheduler.apply(Submit(GenerateRequest(i, prompt, new_tokens, 0, (1, 2), sampling, "")))
+    plan = scheduler.plan()
+    scheduler.commit(plan, done(plan))
+    return scheduler
+
+
+def measure(rows: int) -> tuple[list[float], list[float]]:
+    """Microseconds of each `plan` and of each `commit`."""
+    scheduler = decoding_scheduler(rows)
+    plan_us, commit_us = [], []
+    gc.collect()
+    for _ in range(WARM_UP + STEPS):
+        started = perf_counter()
+        plan = scheduler.plan()
+        planned = perf_counter()
+        result = done(plan)
+        ready = perf_counter()
+        scheduler.commit(plan, result)
+        plan_us.append((planned - started) * 1e6)
+        commit_us.append((perf_counter() - ready) * 1e6)
+    assert scheduler.stats().running == rows
+    return plan_us[WARM_UP:], commit_us[WARM_UP:]
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[(len(values) - 1) * percent // 100]
+
+
+def git_commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    columns = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": probe().cpu_name,
+        "python": platform.python_version(),
+        "commit": git_commit() or "unknown",
+    }
+    table = []
+    for rows in ROWS:
+        plan_us, commit_us = measure(rows)
+        total_us = [a + b for a, b in zip(plan_us, commit_us, strict=True)]
+        table.append(
+            columns
+            | {
+                "rows": str(rows),
+                "plan_us_p50": f"{percentile(plan_us, 50):.1f}",
+                "commit_us_p50": f"{percentile(commit_us, 50):.1f}",
+                "total_us_p50": f"{percentile(total_us, 50):.1f}",
+                "total_us_p99": f"{percentile(total_us, 99):.1f}",
+                "total_us_mean": f"{sum(total_us) / len(total_us):.1f}",
+            }
+        )
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows(table)
+    printer = csv.DictWriter(sys.stdout, list(table[0]), lineterminator="\n")
+    printer.writeheader()
+    printer.writerows(table)
+
+
+if __name__ == "__main__":
+    main()

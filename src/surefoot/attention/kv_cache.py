@@ -1,0 +1,43 @@
+"""The paged cache of keys and values. This file owns its layout: bytes, strides and writer."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.config.bounds import Bounds
+from surefoot.config.model_spec import ModelSpec
+from surefoot.kernels.kv_cache_write import kv_cache_write
+
+
+class KVPages:
+    """One layer's cache for grouped-query attention: layout "kv_pages" of config.catalog."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys  # [pages, page_size, kv_heads, head_dim]
+        self.values = values
+
+    def write(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """keys, values: [tokens, kv_heads, head_dim]; places: [tokens], see ForwardInputs."""
+        kv_cache_write(self.keys, keys, places)
+        kv_cache_write(self.values, values, places)
+
+
+class KVCache:
+    def __init__(self, layers: tuple[KVPages, ...]) -> None:
+        self.layers = layers
+
+    @classmethod
+    def allocate(cls, spec: ModelSpec, bounds: Bounds, dtype: torch.dtype) -> KVCache:
+        """On the CPU. Zeroed, since masked places are still read, and untouched: torch.zeros would write every byte,
+        where numpy leaves it to the system to hand out zero pages at the first write."""
+        shape = (bounds.num_pages, bounds.page_size, spec.num_kv_heads, spec.head_dim)
+        size = math.prod(shape) * dtype.itemsize
+
+        def zeros() -> Tensor:
+            return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+        return cls(tuple(KVPages(zeros(), zeros()) for _ in range(spec.num_layers)))

@@ -1,0 +1,120 @@
+"""What a Hugging Face directory of safetensors files holds, read from the headers alone: no weights, no torch.
+
+file: u64 length of the header | header: JSON, name -> {dtype, shape, data_offsets} | data
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from surefoot.checkpoint.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+
+
+class TensorInfo(Struct, frozen=True):
+    shape: tuple[int, ...]
+    dtype: str  # key of DTYPE_BYTES
+    file: str  # path of the file that holds it
+
+
+def shards(directory: Path | str) -> tuple[Path, ...]:
+    """The weight files of a checkpoint, sorted. Raises CheckpointError naming those that are missing."""
+    directory = Path(directory)
+    if (directory / SINGLE_FILE).is_file():
+        return (directory / SINGLE_FILE,)
+    if not (directory / INDEX_FILE).is_file():
+        raise CheckpointError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    names = sorted(set(_weight_map(directory).values()))
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} of the {len(names)} files that {INDEX_FILE} names: {', '.join(missing)}"
+        )
+    return tuple(directory / name for name in names)
+
+
+def tensor_infos(directory: Path | str) -> dict[str, TensorInfo]:
+    """Name -> shape, dtype and file of every tensor of a checkpoint. Raises CheckpointError if a file is damaged."""
+    infos: dict[str, TensorInfo] = {}
+    files = shards(directory)
+    for path in files:
+        for name, info in read_header(path).items():
+            if name in infos:
+                raise CheckpointError(f"tensor {name!r} is both in {infos[name].file} and in {path}")
+            infos[name] = info
+    if files[0].name != SINGLE_FILE:
+        absent = sorted(set(_weight_map(Path(directory))) - set(infos))
+        if absent:
+            raise CheckpointError(
+                f"{directory}: {INDEX_FILE} names tensors that no file holds, the first is {absent[0]!r}"
+            )
+    return infos
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file: {size} bytes, of which {length} should be header"
+            )
+        header = _parse_json(path, file.read(length))
+    header.pop("__metadata__", None)
+    return {name: _tensor_info(path, name, entry, size - 8 - length) for name, entry in header.items()}
+
+
+def _tensor_info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+    """Checks one entry of a header against the size of the data behind it."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the entry of tensor {name!r} is malformed: {entry!r}") from error
+    if dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    if min(shape, default=1) < 0 or begin < 0 or end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise CheckpointError(f"{path}: tensor {name!r}, {dtype}{list(shape)}, cannot lie in bytes {begin} to {end}")
+    if end > data_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: tensor {name!r} ends at byte {end} of {data_bytes} bytes of data; download it again"
+        )
+    return TensorInfo(shape, dtype, str(path))
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index."""
+    path = directory / INDEX_FILE
+    weight_map = _parse_json(path, path.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map")
+    for file in weight_map.values():
+        # An index is foreign data: it may only name files beside it.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path} names {file!r}, which is not a file of that directory")
+    return weight_map
+
+
+def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the JSON is damaged ({error}); download it again") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(parsed).__name__}")
+    return parsed

@@ -1,0 +1,30 @@
+"""What the code can do, declared without torch. Tests hold each declaration against its implementation."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from surefoot.config.engine_plan import KVLayout
+from surefoot.config.model_spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+FAMILIES = ("llama",)
+
+
+class AttentionBackendDecl(Struct, frozen=True):
+    name: str
+    devices: tuple[str, ...]
+    kv_layouts: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+ATTENTION_BACKENDS = {
+    "torch": AttentionBackendDecl(name="torch", devices=("cpu",), kv_layouts=("kv_pages",), dtypes=("float32",)),
+}
+
+
+def kv_pages_layout(model: ModelSpec, dtype: str) -> KVLayout:
+    """Keys and values in two tensors a layer, [pages, page_size, kv_heads, head_dim] each."""
+    bytes_per_token = 2 * model.num_layers * model.kv_size * DTYPE_BYTES[dtype]
+    return KVLayout(name="kv_pages", dtype=dtype, bytes_per_token=bytes_per_token)

@@ -1,0 +1,165 @@
+"""What a user may ask for. One flat record; flags, environment variables, TOML keys and docs are generated from it.
+
+A value comes from the first of: command-line flag, environment variable SUREFOOT_<NAME>, TOML file, default.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+ENVIRONMENT_PREFIX = "SUREFOOT_"
+CACHE = Path.home() / ".cache" / "surefoot"
+
+Auto = Literal["auto"]
+AutoPositive = Annotated[int, Meta(ge=1)] | Auto
+AutoFraction = Annotated[float, Meta(gt=0, lt=1)] | Auto
+
+
+class SettingsError(ValueError):
+    """Lists every setting that is unknown or has a value it cannot have."""
+
+
+def _help(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """`auto` values are derived by config.resolve, which gives its reasons."""
+
+    model: Annotated[str, _help("GGUF file or Hugging Face directory; 'default' is SmolLM2-135M-Instruct")] = "default"
+    served_model_name: Annotated[str, _help("name of the model in the API")] = "auto"
+    load_format: Annotated[
+        Literal["checkpoint", "dummy"], _help("'dummy' makes random weights from the seed instead of reading them")
+    ] = "checkpoint"
+    model_cache: Annotated[str, _help("directory where the default model is kept")] = str(CACHE / "models")
+    device: Annotated[Literal["auto", "cpu"], _help("where the model runs")] = "auto"
+    dtype: Annotated[Literal["auto", "float32"], _help("number format of activations and KV cache")] = "auto"
+    weight_dtype: Annotated[
+        Literal["auto", "float32", "float16"], _help("number format in which matrices are held")
+    ] = "auto"
+    attention_backend: Annotated[Literal["auto", "torch"], _help("implementation of attention")] = "auto"
+    threads: Annotated[AutoPositive, _help("CPU threads of the engine")] = "auto"
+    max_model_len: Annotated[AutoPositive, _help("longest sequence of prompt and output, in tokens")] = "auto"
+    max_running_requests: Annotated[AutoPositive, _help("requests that may run at once")] = "auto"
+    max_queued_requests: Annotated[AutoPositive, _help("requests that may wait; more are refused with 503")] = "auto"
+    mem_fraction: Annotated[AutoFraction, _help("share of the available memory for weights and KV cache")] = "auto"
+    kv_cache_tokens: Annotated[AutoPositive, _help("tokens that the KV cache holds, instead of what fits")] = "auto"
+    page_size: Annotated[AutoPositive, _help("tokens in a page of the KV cache")] = "auto"
+    chunked_prefill_size: Annotated[AutoPositive, _help("prompt tokens that one step computes at most")] = "auto"
+    disable_prefix_cache: Annotated[bool, _help("compute every prompt whole")] = False
+    lookahead: Annotated[Literal["auto", 0, 1], _help("steps planned ahead of the one whose result is known")] = "auto"
+    seed: Annotated[
+        int, Meta(ge=0, le=2**63 - 1), _help("of dummy weights, and of the seeds of requests that bring none")
+    ] = 0
+    host: Annotated[str, _help("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), _help("port to listen on; 0 takes a free one")] = 8000
+    api_key: Annotated[str, _help("key that clients must send as a bearer token; empty asks for none")] = ""
+    drain_seconds: Annotated[float, Meta(ge=0), _help("how long running requests may go on after SIGTERM")] = 30.0
+    record_dir: Annotated[str, _help("directory of the flight recorder")] = str(CACHE / "records")
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("what is logged")] = "info"
+
+
+class SettingInfo(Struct, frozen=True):
+    """One field, for command line and docs."""
+
+    name: str
+    flag: str
+    help: str
+    default: str
+    is_switch: bool
+
+
+def infos() -> tuple[SettingInfo, ...]:
+    hints = _hints()
+    return tuple(
+        SettingInfo(
+            name=field.name,
+            flag="--" + field.name.replace("_", "-"),
+            help=_description(hints[field.name]),
+            default=str(field.default),
+            is_switch=hints[field.name].__origin__ is bool,
+        )
+        for field in msgspec.structs.fields(Settings)
+    )
+
+
+def load(flags: Mapping[str, Any], toml_file: str = "") -> Settings:
+    """Merges the sources. flags: by field name, only those that were given; values may be strings."""
+    known = {info.name for info in infos()}
+    environment = {
+        key.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for key, value in os.environ.items()
+        if key.startswith(ENVIRONMENT_PREFIX)
+    }
+    sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
+        ("flag", flags),
+        ("environment", environment),
+        (toml_file, _read_toml(toml_file) if toml_file else {}),
+    )
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for source, entries in sources:
+        for name, value in entries.items():
+            if name not in known:
+                problems.append(f"{_spelled(name, source)}: there is no such setting")
+            elif name not in values:
+                try:
+                    values[name] = msgspec.convert(value, _hints()[name], strict=False)
+                except msgspec.ValidationError:
+                    allowed = _allowed(_hints()[name])
+                    problems.append(f"{_spelled(name, source)}: {value!r} is not valid, expected {allowed}")
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return Settings(**values)
+
+
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Settings, include_extras=True)
+
+
+def _description(hint: Any) -> str:
+    return next(str(meta.description) for meta in hint.__metadata__ if isinstance(meta, Meta) and meta.description)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"--config {path} is not TOML: {error}") from error
+
+
+def _spelled(name: str, source: str) -> str:
+    """The setting as the user wrote it."""
+    if source == "flag":
+        return "--" + name.replace("_", "-")
+    return ENVIRONMENT_PREFIX + name.upper() if source == "environment" else f"{name} in {source}"
+
+
+def _allowed(hint: Any) -> str:
+    """What a setting of this type may be, in words."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(map(_allowed, typing.get_args(hint)))
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is Annotated:
+        limits = [meta for meta in hint.__metadata__ if isinstance(meta, Meta)]
+        bounds = [f"{sign} {value}" for meta in limits for sign, value in _bounds(meta)]
+        return f"{_allowed(hint.__origin__)} {' and '.join(bounds)}".strip()
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+
+
+def _bounds(meta: Meta) -> list[tuple[str, float]]:
+    limits = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
+    return [(sign, value) for sign, value in limits if value is not None]

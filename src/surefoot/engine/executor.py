@@ -1,0 +1,45 @@
+"""Launches steps. On a CPU the "device stream" is one worker thread: steps run in order, one at a time."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from surefoot.engine.flight_recorder import FlightRecorder, PlanRecord, ResultRecord
+from surefoot.protocol.step_plan import StepDone, StepFailed, StepPlan, StepResult
+
+INNERMOST_FRAMES = 3
+
+
+class LaunchedStep:
+    def __init__(self, plan: StepPlan, future: Future[StepDone], recorder: FlightRecorder) -> None:
+        self.plan = plan
+        self._future = future
+        self._recorder = recorder
+
+    def wait(self) -> StepResult:
+        result: StepResult
+        try:
+            result = self._future.result()
+        except Exception as error:
+            frames = "".join(traceback.format_tb(error.__traceback__)[-INNERMOST_FRAMES:])
+            result = StepFailed(self.plan.step_id, f"{type(error).__name__}: {error}\n{frames}")
+        self._recorder.record(ResultRecord(time.time(), result))
+        return result
+
+
+class ThreadExecutor:
+    def __init__(self, run_step: Callable[[StepPlan], StepDone], recorder: FlightRecorder) -> None:
+        self._run_step = run_step
+        self._recorder = recorder
+        self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Records the plan, then queues it."""
+        self._recorder.record(PlanRecord(time.time(), plan))
+        return LaunchedStep(plan, self._stream.submit(self._run_step, plan), self._recorder)
+
+    def close(self) -> None:
+        self._stream.shutdown()

@@ -1,0 +1,91 @@
+"""What every request passes on its way in and out: its id, the key, the size limit, the last catch.
+
+Plain ASGI, since the framework's middleware classes put a task and a queue between an endpoint and its client.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from surefoot.http.errors import ApiError, to_api_error
+from surefoot.http.metrics import Metrics, Outcome
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_REQUEST_ID_CHARACTERS = 128
+TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES} bytes"
+GENERATION_PATHS = {"/v1/chat/completions", "/v1/completions"}
+
+log = logging.getLogger("surefoot.http")
+
+
+class Edge:
+    def __init__(self, app: ASGIApp, api_key: str, metrics: Metrics) -> None:
+        self._app = app
+        self._authorization = f"Bearer {api_key}".encode() if api_key else b""
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self._app(scope, _limited(receive), send_with_id)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("%s %s %s: unforeseen error", request_id, scope["method"], scope["path"])
+            if status:
+                raise  # the answer has begun: the server closes the connection
+            await to_api_error(error).response()(scope, receive, send_with_id)
+        if status >= 400 and scope["path"] in GENERATION_PATHS:
+            log.info("%s %d %s %s", request_id, status, scope["method"], scope["path"])
+            self._metrics.count_request(Outcome.REFUSED if status < 500 or status == 503 else Outcome.FAILED)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        if self._authorization and path.startswith("/v1/"):
+            given = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._authorization):
+                raise ApiError(401, "wrong or missing key: send `Authorization: Bearer <key>`", code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            raise ApiError(413, TOO_LARGE)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own, if it is fit for a header and a log line."""
+    given = headers.get("x-request-id", "")
+    usable = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
+    return given if usable else uuid.uuid4().hex
+
+
+def _limited(receive: Receive) -> Receive:
+    """Counts the body, which may come in chunks without a Content-Length."""
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, TOO_LARGE)
+        return message
+
+    return counted

@@ -1,0 +1,17 @@
+"""Normalisation with a learned scale."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from surefoot.kernels.rms_norm import rms_norm
+
+
+class RMSNorm:
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight = weight  # [hidden]
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden]."""
+        return rms_norm(x, self._weight, self._eps)

@@ -1,0 +1,254 @@
+"""The offline API: the same scheduler, loop and runner as the server, in this process.
+
+with LLM() as llm:
+    for completion in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
+        print(completion.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from rich.console import Console
+
+from surefoot.config import settings as settings_module
+from surefoot.config.planning import plan_engine
+from surefoot.config.settings import Settings
+from surefoot.engine.executor import ThreadExecutor
+from surefoot.engine.flight_recorder import FlightRecorder
+from surefoot.engine.loop import run
+from surefoot.frontend.detokenizer import TextStream
+from surefoot.frontend.sampling_params import SamplingParams
+from surefoot.frontend.tokenizer import load_tokenizer
+from surefoot.protocol.messages import (
+    Abort,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Refused,
+    Submit,
+    TokenBatch,
+)
+from surefoot.runner.model_runner import ModelRunner
+from surefoot.scheduler.scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class GenerationError(RuntimeError):
+    """The engine refused a request, or ended it without an answer."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    prompt_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]  # a stop id that ended it is the last one
+    finish_reason: Literal["stop", "length"]
+    cached_tokens: int  # prompt tokens that came from the prefix cache
+
+
+class _Sequence:
+    """One request on its way."""
+
+    def __init__(self, request: GenerateRequest, text: TextStream, on_text: Callable[[str], None]) -> None:
+        self.request = request
+        self.stream = text
+        self.on_text = on_text
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+
+    def push(self, tokens: list[int], finished: bool, drop_last: bool) -> None:
+        piece = self.stream.push(tokens, finished, drop_last)
+        if piece:
+            self.pieces.append(piece)
+            self.on_text(piece)
+
+
+class _Session:
+    """Inbox and outbox of one call: submits as many requests as the engine takes, collects their tokens."""
+
+    def __init__(self, sequences: Iterable[_Sequence], places: int) -> None:
+        self._todo = deque(sequences)
+        self._places = places
+        self._alive: dict[int, _Sequence] = {}
+        self._aborts: deque[Abort] = deque()
+        self.completions: dict[int, Completion] = {}
+        self.failures: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._todo)
+
+    def cancel(self) -> None:
+        """Ends all that is left; called from another thread."""
+        self._todo.clear()
+        self._aborts.extend(Abort(request_id) for request_id in tuple(self._alive))
+
+    def drain(self, block: bool) -> Iterator[Submit | Abort]:
+        while self._aborts:
+            yield self._aborts.popleft()
+        while self._todo and len(self._alive) < self._places:
+            sequence = self._todo.popleft()
+            self._alive[sequence.request.id] = sequence
+            yield Submit(sequence.request)
+
+    def send(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Refused(request_id, _, detail):
+                    del self._alive[request_id]
+                    self.failures.append(detail)
+                case TokenBatch():
+                    self._take(event)
+
+    def _take(self, batch: TokenBatch) -> None:
+        ended = {finished.request_id: finished for finished in batch.finished}
+        for request_id, token in zip(batch.request_ids, batch.token_ids, strict=True):
+            sequence = self._alive[request_id]
+            if sequence.stream.stopped:
+                continue  # its abort is on the way
+            sequence.token_ids.append(token)
+            finished = ended.get(request_id)
+            stop_id = finished is not None and finished.reason is FinishReason.STOP
+            sequence.push([token], finished is not None, stop_id)
+            if sequence.stream.stopped and finished is None:
+                self._aborts.append(Abort(request_id))
+        for finished in batch.finished:
+            self._end(finished)
+
+    def _end(self, finished: Finished) -> None:
+        sequence = self._alive.pop(finished.request_id)
+        stopped = sequence.stream.stopped or finished.reason is FinishReason.STOP
+        if finished.reason is FinishReason.ERROR or (finished.reason is FinishReason.ABORTED and not stopped):
+            self.failures.append(finished.detail or "aborted")
+            return
+        self.completions[finished.request_id] = Completion(
+            prompt_ids=sequence.request.prompt_ids,
+            text="".join(sequence.pieces),
+            token_ids=tuple(sequence.token_ids),
+            finish_reason="stop" if stopped else "length",
+            cached_tokens=finished.cached_tokens,
+        )
+
+
+class LLM:
+    """A loaded model. Settings are those of `surefoot serve`, by field name: `LLM("model.gguf", max_model_len=2048)`;
+    or one `Settings` with all of them.
+
+    Raises ValueError if a setting, the checkpoint or their combination is wrong. One call at a time.
+    """
+
+    def __init__(self, model: str | Settings = "default", **settings: Any) -> None:
+        asked = model if isinstance(model, Settings) else settings_module.load({"model": model, **settings})
+        self.plan = plan_engine(asked, Console(stderr=True))
+        torch.set_num_threads(self.plan.num_threads)
+        self.tokenizer = load_tokenizer(self.plan.checkpoint)
+        self.scheduler = Scheduler(self.plan.bounds, self.plan.prefix_cache)
+        self._folder = tempfile.TemporaryDirectory(prefix="surefoot-")
+        self._recorder = FlightRecorder(Path(self._folder.name) / "steps.ring")
+        self._executor = ThreadExecutor(ModelRunner(self.plan, lambda done, total: None).run, self._recorder)
+        self._ids = itertools.count(1)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008  (frozen)
+    ) -> list[Completion]:
+        """Continues each prompt (text or token ids), all at once; `params` is for all, or one for each.
+
+        Raises ParameterError before anything runs, GenerationError if a request ended without an answer.
+        """
+        many = _as_list(prompts)
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts and {len(each)} sampling parameters: give one, or one for each")
+        sequences = [
+            self._sequence(prompt, wanted, lambda text: None) for prompt, wanted in zip(many, each, strict=True)
+        ]
+        session = self._run(_Session(sequences, self._places))
+        return [session.completions[sequence.request.id] for sequence in sequences]
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams = SamplingParams()) -> Completion:  # noqa: B008
+        """Answers a conversation: messages with `role` and `content`."""
+        return self.generate([self._chat_ids(messages)], params)[0]
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
+        """The answer's text as it comes. Leaving the iterator early aborts the request."""
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        session = _Session([self._sequence(self._chat_ids(messages), params, pieces.put)], self._places)
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._run(session)
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                pieces.put(None)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                yield piece
+        except BaseException:
+            session.cancel()
+            failures.clear()
+            raise
+        finally:
+            worker.join()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        self._executor.close()
+        self._recorder.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def _places(self) -> int:
+        return self.plan.bounds.max_running_requests + self.plan.bounds.max_queued_requests
+
+    def _run(self, session: _Session) -> _Session:
+        run(session, self.scheduler, self._executor, session, self.plan.lookahead)
+        if session.failures:
+            raise GenerationError(f"{len(session.failures)} requests failed; the first: {session.failures[0]}")
+        return session
+
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> _Sequence:
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        request_id = next(self._ids)
+        default_seed = self.plan.seed + request_id
+        request = params.to_request(
+            request_id, prompt_ids, self.tokenizer, self.plan.bounds.max_model_len, default_seed
+        )
+        return _Sequence(request, TextStream(self.tokenizer, tuple(params.stop)), on_text)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, text or token ids, is a list of one."""
+    if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""From a step plan to a model's inputs."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from surefoot.attention.backend import AttentionBackend
+from surefoot.attention.forward_inputs import ForwardInputs, Metadata, PrefillSpan, Rows
+from surefoot.config.bounds import Bounds
+from surefoot.protocol.step_plan import StepPlan
+from surefoot.runner.request_table import RequestTable
+
+
+def rows_of(plan: StepPlan) -> Rows:
+    return Rows(
+        decode_slots=plan.decode_slots,
+        decode_lengths=tuple(start + 1 for start in plan.decode_starts),
+        prefill=tuple(PrefillSpan(row.slot, row.start, len(row.token_ids)) for row in plan.prefill),
+    )
+
+
+def check(plan: StepPlan, bounds: Bounds) -> None:
+    """Raises ValueError if `plan` exceeds a bound."""
+    lengths = itertools.chain(
+        (start + 1 for start in plan.decode_starts), (row.start + len(row.token_ids) for row in plan.prefill)
+    )
+    bounds.check(plan.num_rows, sum(len(row.token_ids) for row in plan.prefill), max(lengths))
+
+
+def build(
+    plan: StepPlan, table: RequestTable, page_size: int, backend: AttentionBackend[Metadata]
+) -> ForwardInputs[Metadata]:
+    """The table must have applied `plan` already."""
+    decode_slots = torch.tensor(plan.decode_slots, dtype=torch.int64)
+    token_ids = [table.last_token[decode_slots]]
+    slots = [decode_slots]
+    positions = [torch.tensor(plan.decode_starts, dtype=torch.int64)]
+    sample_rows = list(range(len(plan.decode_slots)))
+    num_tokens = len(plan.decode_slots)
+    for row in plan.prefill:
+        count = len(row.token_ids)
+        token_ids.append(torch.tensor(row.token_ids))
+        slots.append(torch.full((count,), row.slot))
+        positions.append(torch.arange(row.start, row.start + count))
+        num_tokens += count
+        if row.samples:
+            sample_rows.append(num_tokens - 1)
+    position = torch.cat(positions)
+    pages = table.page_table[torch.cat(slots), position // page_size]
+    return ForwardInputs(
+        token_ids=torch.cat(token_ids),
+        positions=position,
+        places=pages * page_size + position % page_size,
+        sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+        attention=backend.make(rows_of(plan), table.page_table),
+    )

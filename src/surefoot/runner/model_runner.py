@@ -1,0 +1,63 @@
+"""Executes step plans on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from surefoot.attention.kv_cache import KVCache
+from surefoot.attention.torch_backend import TorchBackend
+from surefoot.config.engine_plan import EnginePlan
+from surefoot.config.paths import ExecutionPath, PrefixRegime, SamplerKind, StepKind
+from surefoot.layers.linear import LinearScheme
+from surefoot.models.decoder import Decoder
+from surefoot.protocol.step_plan import StepDone, StepPlan
+from surefoot.runner import input_builder
+from surefoot.runner.request_table import RequestTable
+from surefoot.runner.sampler import SamplingRows, sample
+from surefoot.runner.weight_loader import open_weights
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class ModelRunner:
+    def __init__(self, plan: EnginePlan, progress: Callable[[int, int], None]) -> None:
+        """Loads the weights and allocates the cache. `progress`: see CheckpointWeights."""
+        self._plan = plan
+        device = torch.device(plan.device)
+        dtype = TORCH_DTYPES[plan.dtype]
+        self._backend = TorchBackend(plan.bounds.page_size, dtype)
+        scheme = LinearScheme(plan.linear_kernel, TORCH_DTYPES[plan.weight_dtype])
+        with torch.inference_mode():
+            self._model = Decoder(plan.model, open_weights(plan, progress), scheme, self._backend, dtype)
+            self._kv = KVCache.allocate(plan.model, plan.bounds, TORCH_DTYPES[plan.kv_layout.dtype])
+            self._table = RequestTable(plan.bounds, device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepDone:
+        """Raises what the step raises; ValueError, before anything is launched, if the plan exceeds a bound."""
+        logits, rows = self.forward(plan)
+        token_ids, finite = sample(logits, rows, self._table)
+        self._table.last_token[torch.tensor(rows.slots, dtype=torch.int64)] = token_ids
+        path = self.path(plan, rows.kind).key
+        return StepDone(plan.step_id, tuple(token_ids.tolist()), tuple(finite.tolist()), path)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingRows]:
+        """The step without its last part. Returns fp32 logits [sampling rows, vocab], and what these rows are."""
+        input_builder.check(plan, self._plan.bounds)
+        self._table.apply(plan)
+        inputs = input_builder.build(plan, self._table, self._plan.bounds.page_size, self._backend)
+        hidden = self._model.forward(inputs, self._kv)
+        logits = self._model.logits(hidden.index_select(0, inputs.sample_rows))
+        return logits, SamplingRows(plan, self._table)
+
+    def path(self, plan: StepPlan, sampler: SamplerKind) -> ExecutionPath:
+        """The path that `plan` takes."""
+        kind = StepKind.MIXED if plan.decode_slots else StepKind.PREFILL
+        if not plan.prefill:
+            kind = StepKind.DECODE
+        prefix = PrefixRegime.SOME if any(row.start for row in plan.prefill) else PrefixRegime.NONE
+        return ExecutionPath(kind, prefix, self._plan.attention_backend, self._plan.linear_kernel, sampler)

@@ -1,0 +1,61 @@
+"""Draws the next token of every sampling row of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from surefoot.config.paths import SamplerKind
+from surefoot.kernels.sampling import draw, truncate
+from surefoot.protocol.step_plan import StepPlan
+from surefoot.runner.request_table import RequestTable
+
+
+class SamplingRows:
+    """The sampling rows of one step: decode rows, then the prefill rows with `samples`."""
+
+    def __init__(self, plan: StepPlan, table: RequestTable) -> None:
+        sampling_prefill = [row for row in plan.prefill if row.samples]
+        self.slots = (*plan.decode_slots, *(row.slot for row in sampling_prefill))
+        # The position of the token to draw: the number of tokens before it.
+        self.positions = (
+            *(start + 1 for start in plan.decode_starts),
+            *(row.start + len(row.token_ids) for row in sampling_prefill),
+        )
+        owners = [table.owners[slot] for slot in self.slots]
+        self.banned = tuple(
+            owner.stop_ids if position < owner.min_tokens else ()
+            for owner, position in zip(owners, self.positions, strict=True)
+        )
+        self.kind = _kind([owner.sampling.greedy for owner in owners], [owner.sampling.truncates for owner in owners])
+        if any(self.banned):
+            self.kind = SamplerKind.FULL
+
+
+def _kind(greedy: Sequence[bool], truncates: Sequence[bool]) -> SamplerKind:
+    if not greedy:
+        return SamplerKind.NONE
+    if all(greedy):
+        return SamplerKind.GREEDY
+    return SamplerKind.FULL if any(truncates) else SamplerKind.PLAIN
+
+
+def sample(logits: Tensor, rows: SamplingRows, table: RequestTable) -> tuple[Tensor, Tensor]:
+    """logits: [rows, vocab] fp32, overwritten. Returns token ids [rows] int64, and [rows] bool: all logits finite."""
+    if rows.kind is SamplerKind.NONE:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+    lowest, highest = torch.aminmax(logits, dim=-1)
+    finite = lowest.isfinite() & highest.isfinite()
+    for row, banned in enumerate(rows.banned):
+        if banned:
+            logits[row, list(banned)] = -torch.inf
+    if all(table.owners[slot].sampling.greedy for slot in rows.slots):
+        return logits.argmax(-1), finite
+    slots = torch.tensor(rows.slots)
+    temperatures = table.temperature[slots]
+    logits /= temperatures.masked_fill(temperatures == 0, 1)[:, None]
+    if rows.kind is SamplerKind.FULL:
+        logits = truncate(logits, table.top_k[slots], table.top_p[slots], table.min_p[slots])
+    return draw(logits, temperatures, table.seed[slots], torch.tensor(rows.positions)), finite

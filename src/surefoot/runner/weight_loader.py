@@ -1,0 +1,107 @@
+"""Reads a checkpoint's tensors, one parameter at a time, as the model asks for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from surefoot.checkpoint.gguf import GGUFFile
+from surefoot.checkpoint.safetensors import tensor_infos
+from surefoot.config.engine_plan import EnginePlan
+from surefoot.models.registry import weight_rules
+from surefoot.models.weights import Source, WeightRules, check_names
+from surefoot.quant.gguf import dequantize
+
+DUMMY_STD = 0.02  # of random weights: Llama's initialiser range
+
+
+class TensorFile(Protocol):
+    """A checkpoint's tensors by name."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def read(self, source: Source) -> Tensor:
+        """The tensor in fp32."""
+
+
+class GGUFTensors:
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile.open(path)
+        self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
+
+    def read(self, source: Source) -> Tensor:
+        return dequantize(self._file.raw(source.name), self._file.tensors[source.name].type, source.shape)
+
+
+class SafetensorsTensors:
+    """Shards are mapped, and a tensor is read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        infos = tensor_infos(directory)
+        self.shapes = {name: info.shape for name, info in infos.items()}
+        self._files = {name: info.file for name, info in infos.items()}
+        self._open = {file: safe_open(file, framework="pt") for file in sorted(set(self._files.values()))}
+
+    def read(self, source: Source) -> Tensor:
+        tensor: Tensor = self._open[self._files[source.name]].get_tensor(source.name)  # type: ignore[no-untyped-call]
+        return tensor.float()
+
+
+class DummyTensors:
+    """Random weights that are a function of (seed, name) alone."""
+
+    def __init__(self, rules: WeightRules, seed: int) -> None:
+        self.shapes = {source.name: source.shape for rule in rules.rules for source in rule.sources}
+        self._seed = seed
+
+    def read(self, source: Source) -> Tensor:
+        if len(source.shape) == 1:
+            return torch.ones(source.shape)
+        digest = hashlib.blake2b(f"{self._seed}/{source.name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.randn(source.shape, generator=generator) * DUMMY_STD
+
+
+class CheckpointWeights:
+    """The `WeightSource` of a model. `progress` is called with (parameters taken, parameters in all)."""
+
+    def __init__(self, file: TensorFile, rules: WeightRules, progress: Callable[[int, int], None]) -> None:
+        check_names(rules, file.shapes)
+        self._file = file
+        self._rules = {rule.parameter: rule for rule in rules.rules}
+        self._count = len(self._rules)
+        self._progress = progress
+
+    def take(self, parameter: str) -> Tensor:
+        rule = self._rules.pop(parameter)
+        parts = [_half_split(self._file.read(source), source.interleaved_heads) for source in rule.sources]
+        self._progress(self._count - len(self._rules), self._count)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _half_split(weight: Tensor, heads: int) -> Tensor:
+    """From rows (2i, 2i + 1) as rotary pairs to rows (i, i + head_dim / 2). heads = 0: nothing to do."""
+    if not heads:
+        return weight
+    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def open_weights(plan: EnginePlan, progress: Callable[[int, int], None]) -> CheckpointWeights:
+    """WeightNamesError lists all tensors that are missing, unused or misshapen."""
+    rules = weight_rules(plan.model, plan.checkpoint.format)
+    path = Path(plan.checkpoint.path)
+    file: TensorFile
+    if plan.load_format == "dummy":
+        file = DummyTensors(rules, plan.seed)
+    elif plan.checkpoint.format == "gguf":
+        file = GGUFTensors(path)
+    else:
+        file = SafetensorsTensors(path)
+    return CheckpointWeights(file, rules, progress)

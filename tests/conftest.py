@@ -1,0 +1,21 @@
+"""Fixtures that more than one folder of tests uses: the default model, and tiny checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surefoot.checkpoint.default_model import fetch_default_model
+from tests.tiny import TinyLlama, write_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    return fetch_default_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+    """A random Llama with a tokenizer and a chat template, for everything that needs no sense in the answers."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -141,3 +141,7 @@ def _ask() -> str | None:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -93,6 +93,7 @@ def answers(tokenizer: Tokenizer, text: str = ANSWER) -> Script:
 @pytest.fixture
 def with_server(tokenizer: Tokenizer, tokenizer_path: Path) -> Callable[..., None]:
     """`with_server(test, ...)` runs the coroutine function `test` against a ready server."""
+    plain_answers = answers(tokenizer)
 
     @asynccontextmanager
     async def serve(script: Script, places: int, ready: bool, **changes: Any) -> AsyncIterator[Server]:
@@ -112,7 +113,7 @@ def with_server(tokenizer: Tokenizer, tokenizer_path: Path) -> Callable[..., Non
 
     def run(
         test: Callable[[Server], Awaitable[None]],
-        script: Script = answers(tokenizer),
+        script: Script = plain_answers,
         places: int = 8,
         ready: bool = True,
         **changes: Any,

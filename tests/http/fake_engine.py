@@ -39,6 +39,7 @@ class FakeEngine:
         self.places = places
         self.runs = asyncio.Event()  # cleared: requests are accepted and get no tokens
         self.runs.set()
+        self.hears = True  # False: commands are lost
         self.submitted: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self.stopped = False
@@ -49,9 +50,18 @@ class FakeEngine:
     def ready(self) -> None:
         self._events.put_nowait([EngineReady(1.5, self.stats())])
 
+    def die(self) -> None:
+        """Forgets everything, as the process that is started next does."""
+        self._running.clear()
+        self._events = asyncio.Queue()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running
+
     def send(self, messages: Sequence[Command]) -> None:
         assert not self.stopped
-        for message in messages:
+        for message in messages if self.hears else ():
             match message:
                 case Submit(request):
                     self._submit(request)

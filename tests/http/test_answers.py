@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from surefoot import __version__
@@ -197,8 +199,6 @@ def test_messages_in_all_their_forms(with_server, tokenizer):
 
 def test_many_at_once(with_server):
     async def test(server):
-        import asyncio
-
         responses = await asyncio.gather(*(server.chat() for _ in range(8)))
         assert {r.json()["choices"][0]["message"]["content"] for r in responses} == {ANSWER}
 

@@ -125,8 +125,8 @@ class FakeDevice:
         token_ids, finite = [], []
         for i, (slot_id, start) in enumerate(zip(plan.decode_slots, plan.decode_starts, strict=True)):
             slot = self.slots[slot_id]
-            chunk = (slot.last_token,) if i != bad_row else (NAN,)
-            token_ids.append(self.compute(slot, start, chunk, samples=True))
+            token = slot.last_token if i != bad_row else NAN
+            token_ids.append(self.compute(slot, start, (token,), samples=True))
             finite.append(token_ids[-1] != NAN)
         for i, row in enumerate(plan.prefill, start=len(plan.decode_slots)):
             slot = self.slots[row.slot]

@@ -91,7 +91,8 @@ def main() -> int:
 
 
 def _exit_with_supervisor() -> None:
-    while sys.stdin.buffer.readline():
+    """Reads the descriptor itself: a thread inside sys.stdin would hold its lock while the interpreter ends."""
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(EXIT_OK)
 

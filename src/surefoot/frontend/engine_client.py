@@ -247,8 +247,13 @@ class EngineClient:
                 if not member.ended:
                     for update in self._advance(member):
                         yield update
-            if generation.failure and not all(member.ended for member in members):
-                raise generation.failure
+            if generation.failure:
+                for member in members:
+                    if member.text.stopped and not member.ended:  # complete but for the count of cached tokens
+                        member.ended = True
+                        yield Ended(member.index, "stop", member.text.num_tokens, 0)
+                if not all(member.ended for member in members):
+                    raise generation.failure
 
     def _advance(self, member: _Sequence) -> Iterator[Update]:
         """What has happened to a sequence since it was last asked."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.metadata import version as version_of
 from typing import Any
 
 import msgspec
@@ -19,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from surefoot import __version__
 from surefoot.config.engine_plan import ServerPlan
 from surefoot.frontend.chat_template import ChatTemplateError
 from surefoot.frontend.engine_client import EngineClient, EngineClientError, EngineState
@@ -46,7 +46,7 @@ def create_app(server_plan: ServerPlan, tokenizer: Tokenizer, client: EngineClie
     metrics = Metrics()
     client.subscribe(metrics.observe)
     service = Service(server_plan, tokenizer, client, metrics)
-    app = FastAPI(title="surefoot", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="surefoot", version=version_of("surefoot"), docs_url=None, redoc_url=None)
     app.include_router(chat_router(service))
     app.include_router(completion_router(service))
     app.include_router(_models_router(service))
@@ -110,7 +110,7 @@ def _operations_router(service: Service) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        return _json({"version": __version__})
+        return _json({"version": version_of("surefoot")})
 
     @router.get("/plan")
     async def plan() -> Response:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,7 +37,7 @@ class Edge:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, began=time.monotonic())
         status = 0
 
         async def send_with_id(message: Message) -> None:

@@ -56,11 +56,11 @@ class AnswerShape(Protocol):
 class _Tally:
     """What has been generated for one HTTP request."""
 
+    began: float  # time.monotonic() when the request arrived
     prompt_tokens: int
     output_tokens: int = 0
     cached_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
     last_text: dict[int, float] = field(default_factory=dict)  # sequence -> when its latest text came
 
     def usage(self) -> Json:
@@ -88,7 +88,7 @@ class GenerationResponse(Response):
         self._include_usage = body.include_usage
         self._sequences = sequences
         self._shape = shape
-        self._tally = _Tally(sum(len(generate.prompt_ids) for generate, _ in sequences))
+        self._tally = _Tally(request.state.began, sum(len(generate.prompt_ids) for generate, _ in sequences))
         self._envelope = {"id": shape.id_prefix + uuid.uuid4().hex, "created": int(time.time()), "model": body.model}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -57,9 +57,13 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended sequences")
         self._cached_tokens = self._counter("cached_prompt_tokens", "Those that came from the prefix cache")
         self._generated_tokens = self._counter("generation_tokens", "Tokens that the engine sampled")
-        self.time_to_first_token = self._histogram("time_to_first_token", "From body to first text", REQUEST_BUCKETS)
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token", "From a request's arrival to its first text", REQUEST_BUCKETS
+        )
         self.inter_token = self._histogram("inter_token", "Between two pieces of text of a sequence", TOKEN_BUCKETS)
-        self.request_seconds = self._histogram("request", "From body to the last byte of the answer", REQUEST_BUCKETS)
+        self.request_seconds = self._histogram(
+            "request", "From a request's arrival to the end of its answer", REQUEST_BUCKETS
+        )
 
     def observe(self, event: Event) -> None:
         """Takes what an event of the engine tells."""

@@ -263,8 +263,8 @@ class Scheduler:
     def _seat(self, request: Request) -> bool:
         """Gives a waiting request a slot and pages for all its known tokens; False if there are not enough pages.
 
-        A request that held the pages of one chunk only could be starved of the next ones by those that decode, and
-        be preempted before it has sampled anything. When nobody runs, every request that was accepted fits.
+        With pages for one chunk only, it could be preempted by those that decode before it has sampled anything,
+        again and again. When nobody runs, every request that was accepted fits.
         """
         matched = self.cache.match(self._matchable_keys(request))
         missing = self._pages_for(len(request.tokens)) - len(matched)

@@ -1,0 +1,117 @@
+"""(settings, model, machine) -> plan, as a table; conflicts are listed together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from surefoot.config import settings
+from surefoot.config.engine_plan import CheckpointRef, EnginePlan
+from surefoot.config.hardware import HardwareSpec
+from surefoot.config.model_spec import ModelSpec, NoRopeScaling
+from surefoot.config.resolve import PlanError, resolve
+
+GIB = 2**30
+SMOLLM2 = ModelSpec(
+    family="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    norm_eps=1e-5,
+    rope_theta=100000.0,
+    rope_scaling=NoRopeScaling(),
+    max_context=8192,
+    tied_embeddings=True,
+)
+DESKTOP = HardwareSpec(
+    machine="x86_64", cpu_name="a desktop", cpu_features=("avx2", "fma", "f16c"), num_cpus=8, memory_available=16 * GIB
+)
+ARM = msgspec.structs.replace(DESKTOP, machine="aarch64", cpu_name="an Arm", cpu_features=("asimd",))
+SMALL = msgspec.structs.replace(DESKTOP, memory_available=1 * GIB)
+
+
+def plan(model: ModelSpec = SMOLLM2, hardware: HardwareSpec = DESKTOP, **asked: Any) -> EnginePlan:
+    return resolve(settings.load(asked), CheckpointRef("/models/m.gguf", "gguf"), model, hardware)
+
+
+@pytest.mark.parametrize(
+    "hardware, asked, expected",
+    [
+        (DESKTOP, {}, ("float16", "fp16_packed")),
+        (DESKTOP, {"weight_dtype": "float32"}, ("float32", "dense")),
+        (ARM, {}, ("float32", "dense")),
+    ],
+    ids=["x86", "asked-for", "arm"],
+)
+def test_weights(hardware: HardwareSpec, asked: dict[str, Any], expected: tuple[str, str]) -> None:
+    made = plan(hardware=hardware, **asked)
+    assert (made.weight_dtype, made.linear_kernel) == expected
+
+
+def test_memory_adds_up() -> None:
+    """Pages, weights and what running rows need stay within the budget, and use nearly all of it."""
+    for memory in (2 * GIB, 16 * GIB, 700 * GIB):
+        made = plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=memory))
+        kv = made.bounds.kv_tokens * made.kv_layout.bytes_per_token
+        weights = 2 * (SMOLLM2.num_linear_weights + 2 * SMOLLM2.vocab_size * SMOLLM2.hidden_size)
+        rows = made.bounds.max_running_requests * SMOLLM2.vocab_size * 32
+        budget = 0.4 * memory
+        assert 0.95 * budget < kv + weights + rows < budget
+        assert made.kv_layout.bytes_per_token == 46080
+
+
+def test_running_requests_follow_the_pages() -> None:
+    few, many = plan(mem_fraction=0.1), plan(mem_fraction=0.8)
+    assert few.bounds.max_running_requests < many.bounds.max_running_requests
+    assert abs(many.bounds.kv_tokens / many.bounds.max_running_requests - 1024) < 32
+    assert plan(max_running_requests=3).bounds.max_running_requests == 3
+
+
+def test_the_context_shrinks_to_what_the_cache_holds() -> None:
+    made = plan(hardware=SMALL, max_running_requests=1)
+    assert made.bounds.max_model_len == min(8192, made.bounds.kv_tokens)
+    assert plan(kv_cache_tokens=1000, max_running_requests=1).bounds.max_model_len == 992
+    assert plan().bounds.max_model_len == 8192
+
+
+def test_every_value_has_a_reason() -> None:
+    made = plan(page_size=32)
+    reasons = {reason.field: reason for reason in made.reasons}
+    assert reasons["page_size"].value == "32"
+    assert reasons["page_size"].why == "asked for"
+    for field in ("device", "weight_dtype", "linear_kernel", "num_pages", "max_running_requests", "lookahead"):
+        assert reasons[field].why
+        assert reasons[field].why != "asked for"
+
+
+def test_conflicts_come_together_each_with_a_way_out() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(hardware=ARM, weight_dtype="float16", max_model_len=9000, kv_cache_tokens=10**9)
+    message = str(caught.value)
+    assert "--weight-dtype float16 needs an x86 CPU with AVX2 and F16C, this is an Arm: use float32" in message
+    assert "--max-model-len 9000 is more than the model's context of 8192: lower it" in message
+    assert "--kv-cache-tokens 1000000000 is more than the" in message
+    with pytest.raises(PlanError, match="'qwen9' is not implemented; there is llama"):
+        plan(model=msgspec.structs.replace(SMOLLM2, family="qwen9"))
+    with pytest.raises(PlanError, match=r"needs 512: raise --mem-fraction"):
+        plan(max_model_len=8192, kv_cache_tokens=4096, max_running_requests=1)
+    with pytest.raises(PlanError, match="0 pages"):
+        plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=GIB // 4))
+
+
+def test_a_plan_survives_the_way_to_another_process() -> None:
+    made = plan()
+    assert msgspec.json.decode(msgspec.json.encode(made), type=EnginePlan) == made
+
+
+def test_the_served_name() -> None:
+    assert plan(model=SMOLLM2).served_model_name == "SmolLM2-135M-Instruct"
+    named = settings.load({"model": "/models/m.gguf"})
+    assert resolve(named, CheckpointRef("/models/m.gguf", "gguf"), SMOLLM2, DESKTOP).served_model_name == "m"
+    assert plan(served_model_name="mine").served_model_name == "mine"

@@ -1,0 +1,51 @@
+"""Settings: where a value comes from, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surefoot.config import settings
+from surefoot.config.settings import SettingsError
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.toml").write_text("port = 1\nseed = 1\nmax_model_len = 64\ndisable_prefix_cache = true\n")
+    monkeypatch.setenv("SUREFOOT_PORT", "2")
+    monkeypatch.setenv("SUREFOOT_SEED", "2")
+    loaded = settings.load({"port": "3"}, str(tmp_path / "a.toml"))
+    assert (loaded.port, loaded.seed, loaded.max_model_len, loaded.disable_prefix_cache) == (3, 2, 64, True)
+    assert loaded.page_size == "auto"
+
+
+def test_all_that_is_wrong_is_said_at_once_as_the_user_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.toml").write_text("max_modle_len = 64\nmem_fraction = 2.0\n")
+    monkeypatch.setenv("SUREFOOT_LOOKAHEAD", "7")
+    with pytest.raises(SettingsError) as caught:
+        settings.load({"page_size": "big", "port": "70000", "weight_dtype": "int3"}, str(tmp_path / "a.toml"))
+    assert str(caught.value).splitlines() == [
+        "--page-size: 'big' is not valid, expected a whole number >= 1 or 'auto'",
+        "--port: '70000' is not valid, expected a whole number >= 0 and <= 65535",
+        "--weight-dtype: 'int3' is not valid, expected 'auto', 'float32', 'float16'",
+        "SUREFOOT_LOOKAHEAD: '7' is not valid, expected 'auto', 0, 1",
+        f"max_modle_len in {tmp_path}/a.toml: there is no such setting",
+        f"mem_fraction in {tmp_path}/a.toml: 2.0 is not valid, expected a number > 0 and < 1 or 'auto'",
+    ]
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--config .*none\.toml: No such file"):
+        settings.load({}, str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text("port 8000")
+    with pytest.raises(SettingsError, match=r"bad\.toml is not TOML"):
+        settings.load({}, str(tmp_path / "bad.toml"))
+
+
+def test_every_setting_has_a_flag_and_a_help_text() -> None:
+    infos = settings.infos()
+    assert len(infos) <= 40
+    assert all(info.help and info.flag.startswith("--") for info in infos)
+    assert {info.name for info in infos if info.is_switch} == {"disable_prefix_cache"}

@@ -1,0 +1,110 @@
+"""The same request gives the same answer through HTTP, under concurrency, with prefix cache, preemption and lookahead
+on, as alone and offline without them. That they were on is read from the server's metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from surefoot import LLM, SamplingParams
+from tests.e2e.conftest import TIGHT
+from tests.e2e.server import Server
+from tests.tiny import TinyLlama
+
+STEM = [(3 * i * i + i) % 280 + 10 for i in range(60)]
+
+
+def requests() -> list[dict[str, Any]]:
+    """24 prompts, of which most share a prefix of 0 to 60 tokens; greedy and seeded draws of every sampler kind."""
+    rng = random.Random(7)
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.7, "seed": 6, "top_k": 20},
+        {"temperature": 1.3, "seed": 7, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0, "min_tokens": 12},
+    ]
+    made = []
+    for number in range(24):
+        prompt = STEM[: rng.choice([0, 8, 17, 40, 60])] + [rng.randrange(10, 300) for _ in range(rng.randrange(1, 30))]
+        made.append({"prompt": prompt, "max_tokens": rng.randrange(12, 36), **samplings[number % len(samplings)]})
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_llama: TinyLlama) -> list[str]:
+    """Each request alone, whole, without prefix cache, lookahead or need for preemption."""
+    settings = {"weight_dtype": "float32", "lookahead": 0, "disable_prefix_cache": True, "max_running_requests": 1}
+    with LLM(str(tiny_llama.path), kv_cache_tokens=512, **settings) as llm:
+        out = []
+        for request in requests():
+            params = {name: value for name, value in request.items() if name != "prompt"}
+            out.append(llm.generate([request["prompt"]], SamplingParams(**params))[0].text)
+        return out
+
+
+async def ask(client: httpx.AsyncClient, server: Server, request: dict[str, Any]) -> str:
+    response = await client.post("/v1/completions", json={"model": server.model_name, **request})
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+async def ask_streamed(client: httpx.AsyncClient, server: Server, request: dict[str, Any]) -> str:
+    text = ""
+    body = {"model": server.model_name, "stream": True, **request}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+async def all_at_once(server: Server, twice: bool) -> list[list[str]]:
+    """Every request whole and streamed, all concurrent; and again when their prefixes are cached."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        rounds = []
+        for _ in range(1 + twice):
+            asked = [ask(client, server, request) for request in requests()]
+            asked += [ask_streamed(client, server, request) for request in requests()]
+            rounds.append(list(await asyncio.gather(*asked)))
+        return rounds
+
+
+@pytest.mark.parametrize(
+    "chunk, lookahead", [(1, 1), (7, 1), (8, 1), (256, 1), (16, 0)], ids=["one", "odd", "page", "whole", "lookahead-0"]
+)
+def test_answers_do_not_depend_on_how_they_were_computed(
+    tiny_llama: TinyLlama, answers: list[str], log: Path, chunk: int, lookahead: int
+) -> None:
+    tight = dict(TIGHT, chunked_prefill_size=chunk, lookahead=lookahead)
+    with Server(log, model=tiny_llama.path, **tight) as server:
+        for got in asyncio.run(all_at_once(server, twice=chunk != 1)):
+            assert got == answers + answers
+        metrics, paths = server.metrics(), server.paths()
+        assert metrics["surefoot_preemptions_total"] > 0
+        assert metrics["surefoot_cached_prompt_tokens_total"] > 0
+        for kind in ("decode/none", "mixed/some", "mixed/none"):
+            assert any(path.startswith(kind) for path in paths), (kind, paths)
+        for sampler in ("greedy", "plain", "full"):
+            assert any(path.endswith(sampler) for path in paths), (sampler, paths)
+        assert server.stop() == 0
+
+
+def test_chat_is_completion_of_the_rendered_template(tight_server: Server, tiny_llama: TinyLlama) -> None:
+    from surefoot.config.engine_plan import CheckpointRef
+    from surefoot.frontend.tokenizer import load_tokenizer
+
+    messages = [{"role": "user", "content": "the quick brown fox 42 😀"}]
+    rendered = load_tokenizer(CheckpointRef(str(tiny_llama.path), "safetensors")).apply_chat_template(messages)
+    common = {"model": tight_server.model_name, "temperature": 0, "max_tokens": 20}
+    chat = httpx.post(f"{tight_server.url}/v1/chat/completions", json={"messages": messages, **common}).json()
+    completion = httpx.post(f"{tight_server.url}/v1/completions", json={"prompt": rendered, **common}).json()
+    assert chat["choices"][0]["message"]["content"] == completion["choices"][0]["text"]
+    assert chat["usage"]["prompt_tokens"] == completion["usage"]["prompt_tokens"]

@@ -27,7 +27,8 @@ def test_the_layout_counts_the_bytes_that_are_allocated() -> None:
     bounds = Bounds(16, 5, 64, 2, 2, 16)
     cache = KVCache.allocate(SMOLLM2, bounds, torch.float32)
     allocated = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert allocated == bounds.kv_tokens * kv_pages_layout(SMOLLM2, "float32").bytes_per_token
+    pages = bounds.num_pages + 1  # the sink page
+    assert allocated == pages * bounds.page_size * kv_pages_layout(SMOLLM2, "float32").bytes_per_token
 
 
 def test_the_torch_backend_is_declared() -> None:

@@ -14,7 +14,7 @@ TIGHT = {
     "max_running_requests": 8,
     "max_model_len": 128,
     "page_size": 8,
-    "kv_cache_tokens": 320,
+    "kv_cache_tokens": 200,
     "max_queued_requests": 200,
 }
 

@@ -41,6 +41,7 @@ class Stream(threading.Thread):
         self.began = threading.Event()
         self.events: list[Any] = []
         self.status = 0
+        self.broken = ""
         self.start()
 
     def run(self) -> None:
@@ -51,6 +52,8 @@ class Stream(threading.Thread):
                     if line.startswith("data: "):
                         self.events.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
                         self.began.set()
+        except httpx.RemoteProtocolError as error:  # the frontend was killed
+            self.broken = str(error)
         finally:
             self.began.set()
 
@@ -120,6 +123,7 @@ def test_killing_the_supervisor_leaves_no_orphan(tiny_llama: TinyLlama, log: Pat
             server.process.wait()
             wait_dead(frontend, engine)
             stream.join(10)
+            assert stream.broken
 
 
 def test_killing_the_frontend_ends_the_tree(tiny_llama: TinyLlama, log: Path) -> None:
@@ -144,24 +148,23 @@ def test_a_client_that_leaves_frees_its_slot_within_a_step(tiny_llama: TinyLlama
 
 
 def test_a_full_queue_is_a_503_with_retry_after(tiny_llama: TinyLlama, log: Path) -> None:
-    tight = dict(TIGHT, max_running_requests=1, max_queued_requests=1)
-    with Server(log, model=tiny_llama.path, **tight) as server:
-        streams = [Stream(server) for _ in range(6)]
-        for stream in streams:
-            stream.join(60)
-        statuses = sorted(stream.status for stream in streams)
-        assert statuses == [200, 200, 503, 503, 503, 503]
-        body = {"model": server.model_name, "prompt": [20], "max_tokens": 120, "ignore_eos": True}
-        holders = [Stream(server), Stream(server)]
-        while server.metrics()["surefoot_requests_waiting"] < 1 and holders[1].is_alive():
+    """One runs, one waits, the next are turned away before any event of a stream."""
+    settings = {"weight_dtype": "float32", "max_running_requests": 1, "max_queued_requests": 1, "max_model_len": 512}
+    with Server(log, model=tiny_llama.path, kv_cache_tokens=512, **settings) as server:
+        holders = [Stream(server, max_tokens=480), Stream(server, max_tokens=480)]
+        deadline = time.monotonic() + 20
+        while server.metrics()["surefoot_requests_waiting"] < 1:
+            assert time.monotonic() < deadline
             time.sleep(0.005)
-        refused = httpx.post(f"{server.url}/v1/completions", json=body)
-        if holders[0].is_alive() and holders[1].is_alive():
+        for stream in (False, True):
+            body = {"model": server.model_name, "prompt": [20], "stream": stream}
+            refused = httpx.post(f"{server.url}/v1/completions", json=body)
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["code"]
+            assert "all 1 running and 1 waiting places are taken" in refused.json()["error"]["message"]
         for holder in holders:
             holder.join(30)
+            assert holder.finish_reasons() == ["length"]
 
 
 def serve(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -218,8 +218,8 @@ def test_metrics_add_up(with_server):
         assert await server.metric("surefoot_prompt_tokens_total") == prompt_tokens
         assert await server.metric("surefoot_cached_prompt_tokens_total") == 2 * CACHED_TOKENS
         assert await server.metric(f'surefoot_steps_total{{path="{PATH}"}}') == first["completion_tokens"] + 16
-        assert await server.metric("surefoot_request_running") == 0
-        assert await server.metric("surefoot_kv_pages_total") == 100
+        assert await server.metric("surefoot_requests_running") == 0
+        assert await server.metric("surefoot_kv_pages") == 100
         assert await server.metric("surefoot_kv_pages_free") == 60
         assert await server.metric("surefoot_kv_pages_cached") == 30
         assert await server.metric("surefoot_preemptions_total") == 5

@@ -83,7 +83,7 @@ def test_packed_linear(rows: int, size: int, out: int) -> None:
 
 def test_a_weight_beyond_fp16_is_refused() -> None:
     """The kernel would clip it without a word."""
-    with pytest.raises(ValueError, match="131072.*--weight-dtype float32"):
+    with pytest.raises(ValueError, match=r"131072.*--weight-dtype float32"):
         pack_weight(torch.full((2, 2), 131072.0))
     with pytest.raises(ValueError, match="nan"):
         pack_weight(torch.full((2, 2), math.nan))

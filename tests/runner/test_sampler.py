@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from surefoot.config.paths import SamplerKind
 from surefoot.protocol.messages import Sampling
 from surefoot.runner.model_runner import ModelRunner
-from tests.runner.steps import GREEDY, admission, make_runner, prefill, step
+from tests.runner.steps import GREEDY, admission, make_runner, prefill, set_last_token, step
 from tests.tiny import TinyLlama
 
 PROMPT = list(range(40, 60))
@@ -93,3 +94,39 @@ def test_a_step_beyond_its_bounds_is_refused(runner: ModelRunner) -> None:
         runner.run(step([admission(0)], rows=[prefill(0, 0, range(300), range(19))]))
     with pytest.raises(ValueError, match="9 rows, the bound is 8"):
         runner.run(step(decode=[(0, 1)] * 9))
+
+
+def test_the_next_owner_of_a_page_does_not_see_what_the_last_one_left(runner: ModelRunner) -> None:
+    """NaN in places past its end, and in the pages of a longer row beside it, must not reach a row."""
+    clean = run(runner, GREEDY)[0]
+    with torch.inference_mode():
+        for layer in runner._kv.layers:
+            layer.keys[:20] = math.nan
+            layer.values[:20] = math.nan
+    assert run(runner, GREEDY)[0] == clean
+    long = [prefill(2, 0, range(60, 160), range(10, 17))]
+    runner.run(step([admission(2)], rows=long))
+    with torch.inference_mode():
+        runner._kv.layers[0].values[17:20] = math.nan
+        runner._table.page_table[0, 2:] = 18  # what an earlier owner of the slot left there
+    alone = runner.run(step(decode=[(0, 20)]))
+    set_last_token(runner, 0, clean[0])
+    beside = runner.run(step(decode=[(0, 20), (2, 100)]))
+    assert alone.finite + beside.finite == (True,) * 3
+    assert beside.token_ids[0] == alone.token_ids[0]
+
+
+def test_rows_in_flight_after_a_failed_step_write_to_nobody(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that admits slot 0 raises before it has said so; the next one, already in flight, decodes slot 0."""
+    run(runner, GREEDY)
+    before = [layer.keys[:2].clone() for layer in runner._kv.layers]
+    failing = step([admission(0)], rows=[prefill(0, 0, PROMPT, [5, 6])])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._table, "apply", Mock(side_effect=RuntimeError("planted")))
+        with pytest.raises(RuntimeError, match="planted"):
+            runner.run(failing)
+    runner.run(step(decode=[(0, 20)]))
+    assert all(torch.equal(layer.keys[:2], saved) for layer, saved in zip(runner._kv.layers, before, strict=True))
+    assert bool(runner._kv.layers[0].keys[runner._kv.sink_page].any())

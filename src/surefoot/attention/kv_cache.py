@@ -25,19 +25,36 @@ class KVPages:
         kv_cache_write(self.keys, keys, places)
         kv_cache_write(self.values, values, places)
 
+    def clear(self, pages: Tensor) -> None:
+        """pages: [n] page ids."""
+        self.keys.index_fill_(0, pages, 0)
+        self.values.index_fill_(0, pages, 0)
+
 
 class KVCache:
-    def __init__(self, layers: tuple[KVPages, ...]) -> None:
+    """All layers' pages, and one page more than the scheduler knows of: `sink_page`, which nobody owns."""
+
+    def __init__(self, layers: tuple[KVPages, ...], sink_page: int) -> None:
         self.layers = layers
+        self.sink_page = sink_page
+
+    def clear(self, pages: list[int]) -> None:
+        """For pages that get a new owner: it must not see what the last one left. Places past a row's end are read
+        with weight 0, and 0 times NaN is NaN."""
+        if pages:
+            index = torch.tensor(pages)
+            for layer in self.layers:
+                layer.clear(index)
 
     @classmethod
     def allocate(cls, spec: ModelSpec, bounds: Bounds, dtype: torch.dtype) -> KVCache:
         """On the CPU. Zeroed, since masked places are still read, and untouched: torch.zeros would write every byte,
         where numpy leaves it to the system to hand out zero pages at the first write."""
-        shape = (bounds.num_pages, bounds.page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (bounds.num_pages + 1, bounds.page_size, spec.num_kv_heads, spec.head_dim)
         size = math.prod(shape) * dtype.itemsize
 
         def zeros() -> Tensor:
             return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
-        return cls(tuple(KVPages(zeros(), zeros()) for _ in range(spec.num_layers)))
+        layers = tuple(KVPages(zeros(), zeros()) for _ in range(spec.num_layers))
+        return cls(layers, sink_page=bounds.num_pages)

@@ -79,6 +79,9 @@ class TorchBackend:
         lengths = torch.tensor([rows.decode_lengths[row] for row in group])
         columns = self._columns(rows.decode_lengths[group[0]])
         pages = page_table[[rows.decode_slots[row] for row in group], :columns]
+        # Past a row's end the table may name pages of others: its own first page is read there instead.
+        past_end = torch.arange(columns) * self._page_size >= lengths[:, None]
+        pages = torch.where(past_end, pages[:, :1], pages)
         places = torch.arange(columns * self._page_size)
         mask = torch.zeros(len(group), columns * self._page_size, dtype=self._dtype)
         mask.masked_fill_(places >= lengths[:, None], -torch.inf)

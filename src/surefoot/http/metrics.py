@@ -35,9 +35,9 @@ class _EngineStatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, text, value in (
-            ("request_running", "Requests that have a slot", self.stats.running),
-            ("request_waiting", "Requests that wait for a slot", self.stats.waiting),
-            ("kv_pages_total", "Pages of the KV cache", self.stats.pages_total),
+            ("requests_running", "Requests that have a slot", self.stats.running),
+            ("requests_waiting", "Requests that wait for a slot", self.stats.waiting),
+            ("kv_pages", "Pages of the KV cache", self.stats.pages_total),
             ("kv_pages_free", "Pages that nobody holds", self.stats.pages_free),
             ("kv_pages_cached", "Pages that the prefix cache holds", self.stats.pages_cached),
         ):

@@ -29,6 +29,14 @@ def check(plan: StepPlan, bounds: Bounds) -> None:
     bounds.check(plan.num_rows, sum(len(row.token_ids) for row in plan.prefill), max(lengths))
 
 
+def new_pages(plan: StepPlan, page_size: int) -> list[int]:
+    """Pages that get a new owner with this step. A first row's pages begin with those that its prefix was found in."""
+    pages = [page for _, _, page in plan.page_appends]
+    for row in plan.prefill:
+        pages += row.pages[row.start // page_size - row.first_page :]
+    return pages
+
+
 def build(
     plan: StepPlan, table: RequestTable, page_size: int, backend: AttentionBackend[Metadata]
 ) -> ForwardInputs[Metadata]:

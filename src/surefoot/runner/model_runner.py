@@ -33,12 +33,16 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = Decoder(plan.model, open_weights(plan, progress), scheme, self._backend, dtype)
             self._kv = KVCache.allocate(plan.model, plan.bounds, TORCH_DTYPES[plan.kv_layout.dtype])
-            self._table = RequestTable(plan.bounds, device)
+            self._table = RequestTable(plan.bounds, self._kv.sink_page, device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepDone:
         """Raises what the step raises; ValueError, before anything is launched, if the plan exceeds a bound."""
-        logits, rows = self.forward(plan)
+        try:
+            logits, rows = self.forward(plan)
+        except Exception:
+            self._table.disown((*plan.decode_slots, *(row.slot for row in plan.prefill)))
+            raise
         token_ids, finite = sample(logits, rows, self._table)
         self._table.last_token[torch.tensor(rows.slots, dtype=torch.int64)] = token_ids
         path = self.path(plan, rows.kind).key
@@ -49,6 +53,7 @@ class ModelRunner:
         """The step without its last part. Returns fp32 logits [sampling rows, vocab], and what these rows are."""
         input_builder.check(plan, self._plan.bounds)
         self._table.apply(plan)
+        self._kv.clear(input_builder.new_pages(plan, self._plan.bounds.page_size))
         inputs = input_builder.build(plan, self._table, self._plan.bounds.page_size, self._backend)
         hidden = self._model.forward(inputs, self._kv)
         logits = self._model.logits(hidden.index_select(0, inputs.sample_rows))

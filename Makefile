@@ -1,0 +1,51 @@
+# Two commands do everything: `make serve` and `make test`. Both set up .venv first, and skip what is there.
+#   make serve ARGS="--port 8001 --model model.gguf"
+#   make test-full    the slow suites too
+#   make check        ruff, mypy, import-linter, style check
+#   make bench        the benchmarks that need no other server
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+TORCH := torch==2.13.0
+
+.PHONY: serve test test-full check bench setup setup-dev clean
+
+serve: setup
+	$(BIN)/surefoot serve $(ARGS)
+
+test: setup-dev check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: setup-dev check
+	$(BIN)/python -m pytest
+
+check: setup-dev
+	$(BIN)/ruff format --check src tests tools benchmarks
+	$(BIN)/ruff check src tests tools benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/style_check.py src/surefoot
+
+bench: setup-dev
+	$(BIN)/python benchmarks/scheduler.py
+
+setup: .venv/installed
+setup-dev: .venv/installed-dev
+
+.venv/bin/python:
+	@echo "--- making .venv with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml .venv/bin/python
+	@echo "--- installing surefoot and what it needs into .venv (a minute or two)"
+	$(BIN)/pip install --disable-pip-version-check -q $(TORCH) -e .
+	@touch $@
+
+.venv/installed-dev: pyproject.toml .venv/installed
+	@echo "--- installing what the tests need (a minute)"
+	$(BIN)/pip install --disable-pip-version-check -q $(TORCH) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

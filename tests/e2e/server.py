@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ class Server:
             f"--record-dir={log.parent}",
             *flags,
         ]
+        self._client = httpx.Client()  # kept: making one takes longer than many a request
         self.model_name = str(settings.get("served_model_name", Path(str(settings.get("model", ""))).name))
 
     def __enter__(self) -> Self:
@@ -52,6 +53,7 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._client.close()
         if self.process.poll() is None:
             self.stop()
         if kind is not None:
@@ -67,7 +69,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every sample, by name with labels."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self._client.get(f"{self.url}/metrics").text.splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
     def paths(self) -> set[str]:
@@ -116,11 +118,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_dead(*pids: int, seconds: float = 15.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if is_alive(pid)]}"
-        time.sleep(0.02)
+    while not holds():
+        assert time.monotonic() < deadline, f"does not hold after {seconds} s"
+        time.sleep(0.01)
+
+
+def wait_dead(*pids: int) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @contextmanager

@@ -87,6 +87,10 @@ def test_answers_do_not_depend_on_how_they_were_computed(
     with Server(log, model=tiny_llama.path, **tight) as server:
         for got in asyncio.run(all_at_once(server, twice=chunk != 1)):
             assert got == answers + answers
+        # Temperature only, and alone: beside others, a step takes the sampler that all its rows need.
+        body = {"model": server.model_name, **requests()[1]}
+        alone = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        assert alone["choices"][0]["text"] == answers[1]
         metrics, paths = server.metrics(), server.paths()
         assert metrics["surefoot_preemptions_total"] > 0
         assert metrics["surefoot_cached_prompt_tokens_total"] > 0

@@ -145,7 +145,7 @@ def test_death_before_the_engine_has_accepted(with_server):
         request = asyncio.create_task(server.chat(stream=True))
         await asyncio.sleep(0.05)
         server.client.engine_died("gone", restarting=False)
-        check_error(await request, 500)
+        check_error(await request, 503)
 
     with_server(test)
 

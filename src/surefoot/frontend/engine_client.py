@@ -235,8 +235,11 @@ class EngineClient:
         while not all(member.accepted for member in members):
             await generation.news.wait()
             generation.news.clear()
-            if generation.failure:
-                raise generation.failure
+            match generation.failure:
+                case RequestFailed() as failure:  # nothing of it has run: the client may try again
+                    raise EngineUnavailable(str(failure))
+                case EngineClientError() as failure:
+                    raise failure
         generation.news.set()  # tokens may have come along with the last acceptance
 
     async def _updates(self, generation: _Generation, members: list[_Sequence]) -> AsyncIterator[Update]:

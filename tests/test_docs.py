@@ -1,0 +1,359 @@
+"""Docs say what is so: paths, names, links, flags, tables and examples are held against the code.
+
+`PYTHONPATH=src python -m tests.test_docs` writes docs/settings.md anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import csv
+import functools
+import importlib
+import json
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+
+from surefoot import cli, launch
+from surefoot.config import settings as settings_module
+from surefoot.frontend.engine_client import EngineClient
+from surefoot.http.app import create_app
+from surefoot.http.metrics import Metrics
+from surefoot.http.openai_schema import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
+from tests.e2e.server import Server
+from tests.http.conftest import server_plan
+from tests.http.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "surefoot"
+README, CONTRIBUTING, DOCS = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs"
+DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
+PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES_WITH_LIVE_NAMES = [page for page in PAGES if page.name != "log.md"]  # the log may name what is gone
+
+README_URL = "http://127.0.0.1:8000"
+COMMANDS = ("serve", "chat", "generate")
+FOREIGN_NAMES = {"LlamaForCausalLM"}
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def fences(page: Path, language: str = r"\w+") -> list[str]:
+    """The bodies of the page's code blocks."""
+    return re.findall(rf"^```(?:{language})?\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def spans(text: str) -> list[str]:
+    """Inline code."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def code(page: Path) -> str:
+    return "\n".join([*fences(page), *spans(page.read_text())])
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Cells of the tables between `heading` and the next one, without their first two lines."""
+    section = re.split(r"^#+ ", page.read_text().partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    assert len(lines) > 2, f"{page_id(page)} has no table under {heading}"
+    return lines[2:]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+# ---- Paths, links, names ---------------------------------------------------------------------------------------------
+
+
+@every_page
+def test_paths_exist(page: Path) -> None:
+    """A path is inline code that begins with a folder of ours, or ends as our files do."""
+    folders = "|".join(re.escape(path.name) for path in (*ROOT.iterdir(), *SOURCE.iterdir()) if path.is_dir())
+    pattern = re.compile(rf"(?:{folders})/[\w./-]*|[\w./-]+\.(?:py|md|toml|csv)")
+    paths = [span for span in spans(page.read_text()) if pattern.fullmatch(span)]
+    dead = [path for path in paths if not (ROOT / path).exists() and not (SOURCE / path).exists()]
+    assert not dead
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@functools.cache
+def definitions() -> dict[str, set[str]]:
+    """Every class, function and module-level name of the source, with the members of classes."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            match node:
+                case ast.ClassDef(name=name):
+                    found.setdefault(name, set()).update(members(node))
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found.setdefault(name, set())
+        found.update((name, set()) for name in assigned(tree) if name not in found)
+    return found
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    own = {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute) and is_stored_on_self(child)}
+    methods = {child.name for child in node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return own | methods | assigned(node)
+
+
+def is_stored_on_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def assigned(node: ast.Module | ast.ClassDef) -> set[str]:
+    statements = [child for child in node.body if isinstance(child, ast.Assign | ast.AnnAssign)]
+    return {name.id for child in statements for name in ast.walk(child) if is_stored_name(name)}  # type: ignore[attr-defined]
+
+
+def is_stored_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a name that begins with `surefoot.` is a module, or something in one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if part not in dir(found):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def is_defined(name: str) -> bool:
+    owner, _, member = name.partition(".")
+    if name in FOREIGN_NAMES or name in dir(builtins):
+        return True
+    return owner in definitions() and (not member or member in definitions()[owner])
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LIVE_NAMES, ids=page_id)
+def test_names_are_defined(page: Path) -> None:
+    """A name is inline code that is dotted from `surefoot`, CamelCase, a constant, or written as a call."""
+    environment = {"SUREFOOT_" + info.name.upper() for info in settings_module.infos()}
+    for span in spans(page.read_text()):
+        if re.fullmatch(r"surefoot(\.\w+)+", span):
+            assert resolves(span), span
+        elif span.startswith("SUREFOOT_") and "<" not in span:
+            assert span.partition("=")[0] in environment, span
+        elif re.fullmatch(r"[A-Z]+[a-z]\w*(\.\w+)?|[A-Z]+(_[A-Z0-9]+)+", span):
+            assert is_defined(span), span
+        elif called := re.fullmatch(r"([A-Za-z_][\w.]*)\(.*\)", span):
+            assert is_defined(called[1]), span
+
+
+def test_the_rule_for_names_finds_dead_ones() -> None:
+    assert is_defined("KVCache.sink_page")
+    assert is_defined("Bounds.logits_rows")
+    assert is_defined("GATHER_TOKENS")
+    assert resolves("surefoot.engine.loop.run")
+    assert not is_defined("KVCache.sink_pages")
+    assert not is_defined("PrefillMetadata")
+    assert not resolves("surefoot.engine.loop.walk")
+    assert not resolves("surefoot.engines")
+
+
+# ---- Commands and settings -------------------------------------------------------------------------------------------
+
+
+def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args([command, "--help"])
+    known = capsys.readouterr().out + "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    flag = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+    dead = [
+        (page_id(page), name)
+        for page in PAGES
+        for name in set(flag.findall(page.read_text())) - set(flag.findall(known))
+    ]
+    assert not dead
+
+
+@every_page
+def test_commands_exist(page: Path) -> None:
+    assert set(re.findall(r"(?:^|\s)surefoot ([a-z]+)", code(page))) <= set(COMMANDS)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|\s)make ([a-z-]+)", code(page))) <= targets
+
+
+def settings_page() -> str:
+    """docs/settings.md: a table from config.settings, with the home directory as `~`."""
+    hints = settings_module._hints()
+    lines = []
+    for info in settings_module.infos():
+        default = info.default.replace(str(Path.home()), "~") or "(empty)"
+        allowed = settings_module._allowed(hints[info.name])
+        lines.append(f"| `{info.flag}` | `{default}` | {allowed} | {info.help} |\n")
+    return (
+        "# Settings\n\n"
+        "Generated from `config/settings.py` by `PYTHONPATH=src python -m tests.test_docs`; do not edit.\n\n"
+        "A setting `--max-model-len` is `SUREFOOT_MAX_MODEL_LEN` in the environment and `max_model_len` in a TOML file\n"
+        "(`--config FILE`) and in `LLM(...)`. The first of flag, environment, file and default counts. `auto` is decided\n"
+        "at start, and the plan says why. Switches take no value on the command line.\n\n"
+        "| flag | default | values | what |\n|---|---|---|---|\n" + "".join(lines)
+    )
+
+
+def test_the_table_of_settings_is_generated() -> None:
+    assert (DOCS / "settings.md").read_text() == settings_page(), "run PYTHONPATH=src python -m tests.test_docs"
+
+
+def test_exit_codes() -> None:
+    documented = {int(cells[0]) for cells in rows(README, "How it ends") if cells[0].isdigit()}
+    constants = {value for name, value in vars(launch).items() if name.startswith("EXIT_")}
+    unforeseen = 1  # Python's own, of a frontend that raised
+    assert documented == constants | {cli.EXIT_BAD_INPUT, unforeseen}
+
+
+# ---- HTTP ------------------------------------------------------------------------------------------------------------
+
+HTTP = DOCS / "http.md"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+COMPLETION = {"model": "m", "prompt": "x"}
+BODIES: list[tuple[str, type[pydantic.BaseModel], dict[str, Any], set[str]]] = [
+    ("Both endpoints", ChatBody, CHAT, set(GenerationBody.model_fields)),
+    ("Both endpoints", CompletionBody, COMPLETION, set(GenerationBody.model_fields)),
+    ("Chat only", ChatBody, CHAT, set(ChatBody.model_fields) - set(GenerationBody.model_fields)),
+    (
+        "Completions only",
+        CompletionBody,
+        COMPLETION,
+        set(CompletionBody.model_fields) - set(GenerationBody.model_fields),
+    ),
+    ("Messages", ChatMessage, {"role": "user", "content": "x"}, set(ChatMessage.model_fields)),
+    ("Stream options", StreamOptions, {}, set(StreamOptions.model_fields)),
+]
+
+
+def kind_of(body: type[pydantic.BaseModel], valid: dict[str, Any], field: str) -> str:
+    """By what happens to a value that no field honours."""
+    try:
+        body.model_validate(valid | {field: {"any": 1}})
+    except pydantic.ValidationError as error:
+        return "neutral" if any(one["type"] == "unsupported_value" for one in error.errors()) else "honoured"
+    return "inert"
+
+
+@pytest.mark.parametrize(
+    "heading, body, valid, fields", BODIES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_request_fields(heading: str, body: type[pydantic.BaseModel], valid: dict[str, Any], fields: set[str]) -> None:
+    table = {cells[0].strip("`"): cells[1:] for cells in rows(HTTP, heading)}
+    assert set(table) == fields
+    for field, (kind, values) in table.items():
+        assert kind == kind_of(body, valid, field), field
+        if kind == "neutral":
+            for value in spans(values):
+                body.model_validate(valid | {field: json.loads(value)})
+
+
+@pytest.mark.parametrize("page", [README, HTTP], ids=page_id)
+def test_endpoints(page: Path) -> None:
+    engine = FakeEngine(lambda request: [1])
+    app = create_app(server_plan(""), None, EngineClient(engine, engine))  # type: ignore[arg-type]
+    served = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
+    documented = {span for cells in rows(page, "Endpoints") for span in spans(cells[0])}
+    assert documented == served | {f"GET {app.openapi_url}"}
+
+
+def test_metrics() -> None:
+    exported = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.MULTILINE)
+    documented = [(cells[0].strip("`"), cells[1]) for cells in rows(HTTP, "Metrics")]
+    assert sorted(documented) == sorted(pair for pair in exported if not pair[0].endswith("_created"))
+
+
+def test_error_codes() -> None:
+    source = "".join(path.read_text() for path in (SOURCE / "http").glob("*.py"))
+    codes = [span for cells in rows(HTTP, "Errors") for span in spans(cells[1])]
+    assert [name for name in codes if f'"{name}"' not in source] == []
+
+
+# ---- Design ----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_and_budgets() -> None:
+    page = DOCS / "architecture.md"
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert [body.splitlines() for body in fences(page, "layers")] == [c["layers"] for c in contracts if "layers" in c]
+    limits = runpy.run_path(str(ROOT / "tools" / "style_check.py"))
+    (budgets,) = re.findall(r"Budgets: (.*?)\.\n", page.read_text(), re.DOTALL)
+    names = ("MAX_FILE_LINES", "MAX_FUNCTION_LINES", "MAX_KERNEL_LINES", "MAX_PARAMETERS", "MAX_SETTINGS")
+    assert [int(number) for number in re.findall(r"\d+", budgets)] == [limits[name] for name in names]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=page_id)
+def test_a_decision_says_what_would_change_it(page: Path) -> None:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    assert headings[0].startswith(f"{page.name[:4]}: ")
+    assert headings[1:] == ["Question", "Choice", "What would change our mind"]
+
+
+def test_figures_of_the_scheduler_were_recorded() -> None:
+    with (ROOT / "benchmarks" / "results" / "scheduler.csv").open() as file:
+        recorded = [[row["rows"], row["total_us_p50"], row["total_us_p99"]] for row in csv.DictReader(file)]
+    assert all(cells in recorded for cells in rows(DOCS / "performance.md", "The scheduler"))
+
+
+# ---- Examples of the README ------------------------------------------------------------------------------------------
+
+
+def test_the_settings_file_is_valid(tmp_path: Path) -> None:
+    (toml,) = fences(README, "toml")
+    (tmp_path / "surefoot.toml").write_text(toml)
+    assert settings_module.load({}, str(tmp_path / "surefoot.toml")).max_running_requests == 32
+
+
+def test_the_offline_example_runs(default_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = [body for body in fences(README, "python") if "LLM" in body]
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("The capital of France is Paris. stop\n")
+
+
+def test_the_client_examples_run(default_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (python,) = [body for body in fences(README, "python") if "OpenAI" in body]
+    (body,) = re.findall(r"curl http://127.0.0.1:8000(?:.*?) -d '(.*?)'", "\n".join(fences(README, "bash")), re.DOTALL)
+    with Server(tmp_path / "log", model=default_model_path, served_model_name="SmolLM2-135M-Instruct") as server:
+        exec(compile(python.replace(README_URL, server.url), "README.md", "exec"), {})
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=json.loads(body), timeout=60)
+    assert capsys.readouterr().out == "The capital of France is Paris."
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+if __name__ == "__main__":
+    (DOCS / "settings.md").write_text(settings_page())

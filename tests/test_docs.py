@@ -53,9 +53,10 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
 # ---- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def fences(page: Path, language: str = r"\w+") -> list[str]:
-    """The bodies of the page's code blocks."""
-    return re.findall(rf"^```(?:{language})?\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+def fences(page: Path, *languages: str) -> list[str]:
+    """The bodies of the page's code blocks in one of `languages`."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [body for language, body in found if language in languages]
 
 
 def spans(text: str) -> list[str]:
@@ -63,8 +64,8 @@ def spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
-def code(page: Path) -> str:
-    return "\n".join([*fences(page), *spans(page.read_text())])
+def commands(page: Path) -> str:
+    return "\n".join([*fences(page, "bash", "console"), *spans(page.read_text())])
 
 
 def rows(page: Path, heading: str) -> list[list[str]]:
@@ -207,9 +208,9 @@ def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 @every_page
 def test_commands_exist(page: Path) -> None:
-    assert set(re.findall(r"(?:^|\s)surefoot ([a-z]+)", code(page))) <= set(COMMANDS)
+    assert set(re.findall(r"(?:^|\s)surefoot ([a-z]+)", commands(page))) <= set(COMMANDS)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:^|\s)make ([a-z-]+)", code(page))) <= targets
+    assert set(re.findall(r"(?:^|\s)make ([a-z-]+)", commands(page))) <= targets
 
 
 def settings_page() -> str:
@@ -223,9 +224,9 @@ def settings_page() -> str:
     return (
         "# Settings\n\n"
         "Generated from `config/settings.py` by `PYTHONPATH=src python -m tests.test_docs`; do not edit.\n\n"
-        "A setting `--max-model-len` is `SUREFOOT_MAX_MODEL_LEN` in the environment and `max_model_len` in a TOML file\n"
-        "(`--config FILE`) and in `LLM(...)`. The first of flag, environment, file and default counts. `auto` is decided\n"
-        "at start, and the plan says why. Switches take no value on the command line.\n\n"
+        "A setting `--max-model-len` is `SUREFOOT_MAX_MODEL_LEN` in the environment, and `max_model_len` in a TOML\n"
+        "file (`--config FILE`) and in `LLM(...)`. The first of flag, environment, file and default counts. `auto` is\n"
+        "decided at start, and the plan says why. On the command line, a switch (true or false) takes no value.\n\n"
         "| flag | default | values | what |\n|---|---|---|---|\n" + "".join(lines)
     )
 

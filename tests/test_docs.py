@@ -215,11 +215,10 @@ def test_commands_exist(page: Path) -> None:
 
 def settings_page() -> str:
     """docs/settings.md: a table from config.settings, with the home directory as `~`."""
-    hints = settings_module._hints()
     lines = []
     for info in settings_module.infos():
         default = info.default.replace(str(Path.home()), "~") or "(empty)"
-        allowed = settings_module._allowed(hints[info.name])
+        allowed = info.allowed
         lines.append(f"| `{info.flag}` | `{default}` | {allowed} | {info.help} |\n")
     return (
         "# Settings\n\n"

@@ -17,7 +17,7 @@ from surefoot.frontend.sampling_params import SamplingParams
 EXIT_BAD_INPUT = 2
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "new tokens at most"),
-    "temperature": (float, "0 takes the most probable token"),
+    "temperature": (float, "0 takes the most probable token; 1 draws from the model's own distribution [0]"),
     "top_k": (int, "draw from the k most probable tokens; 0 is all"),
     "top_p": (float, "draw from the fewest tokens that reach this probability"),
     "min_p": (float, "drop tokens less probable than this share of the most probable one"),
@@ -73,7 +73,7 @@ def _settings(arguments: dict[str, Any]) -> Settings:
 
 def _sampling(arguments: dict[str, Any]) -> SamplingParams:
     given = {name: arguments[name] for name in SAMPLING_FLAGS if arguments[name] is not None}
-    return SamplingParams(**given, seed=arguments["sampling_seed"], stop=tuple(arguments["stop"]))
+    return SamplingParams(**{"temperature": 0, **given}, seed=arguments["sampling_seed"], stop=tuple(arguments["stop"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,7 +99,8 @@ class Supervisor:
             raw_plan = msgspec.Raw(msgspec.json.encode(self._plan))
             await _tell(frontend, StartFrontend(raw_plan, self._commands, self._events))
             raw_plan = msgspec.Raw(msgspec.json.encode(self._plan.engine))
-            await _tell(engine, StartEngine(raw_plan, self._commands, self._events, str(self._record_dir)))
+            record_dir, log_level = str(self._record_dir), self._plan.log_level
+            await _tell(engine, StartEngine(raw_plan, self._commands, self._events, record_dir, log_level))
             return await self._watch(frontend, engine)
         finally:
             await _end(engine)
@@ -143,16 +144,20 @@ class Supervisor:
                     self._say_ready()
 
     def _say_ready(self) -> None:
-        key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if self._plan.api_key else ""
-        self._console.print(f"\nReady: {self._plan.engine.served_model_name} at {self._url}/v1. Try:\n", markup=False)
-        self._console.print(
-            f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n{key}"
-            f'  -d \'{{"model": "{self._plan.engine.served_model_name}", '
-            '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\'\n',
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+        name = self._plan.engine.served_model_name
+        body = {
+            "model": name,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+        key = "-H 'Authorization: Bearer YOUR_KEY' " if self._plan.api_key else ""
+        lines = (
+            f"\nReady: {name} at {self._url}/v1. Try:\n",
+            f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' {key}\\",
+            f"  -d '{msgspec.json.encode(body).decode()}'\n",
         )
+        for line in lines:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 async def _spawn(module: str, stdout: int) -> Process:

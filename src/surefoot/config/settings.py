@@ -74,6 +74,7 @@ class SettingInfo(Struct, frozen=True):
     name: str
     flag: str
     help: str
+    allowed: str  # what it may be, in words
     default: str
     is_switch: bool
 
@@ -85,6 +86,7 @@ def infos() -> tuple[SettingInfo, ...]:
             name=field.name,
             flag="--" + field.name.replace("_", "-"),
             help=_description(hints[field.name]),
+            allowed=_allowed(hints[field.name]),
             default=str(field.default),
             is_switch=hints[field.name].__origin__ is bool,
         )

@@ -77,10 +77,11 @@ def serve(start: StartEngine) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)  # the supervisor decides when the engine ends
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=StartEngine)
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=start.log_level.upper(), format=line, stream=sys.stderr)
     threading.Thread(target=_exit_with_supervisor, daemon=True).start()
     try:
         serve(start)

@@ -42,7 +42,16 @@ class _EngineStatsCollector(Collector):
             ("kv_pages_cached", "Pages that the prefix cache holds", self.stats.pages_cached),
         ):
             yield GaugeMetricFamily(f"surefoot_{name}", text, value)
-        yield CounterMetricFamily("surefoot_preemptions", "Requests put back for want of pages", self.stats.preemptions)
+        for name, text, value in (
+            ("preemptions", "Requests put back for want of pages", self.stats.preemptions),
+            (
+                "prefix_query_tokens",
+                "Prompt tokens that were looked up in the prefix cache",
+                self.stats.prefix_query_tokens,
+            ),
+            ("prefix_hit_tokens", "Prompt tokens that were found there", self.stats.prefix_hit_tokens),
+        ):
+            yield CounterMetricFamily(f"surefoot_{name}", text, value)
 
 
 class Metrics:

@@ -24,6 +24,7 @@ class StartEngine(Struct, frozen=True, tag=True):
     command_address: str
     event_address: str
     record_dir: str  # folder of the flight recorder
+    log_level: str
 
 
 class EngineDied(Struct, frozen=True, tag=True):

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from rich.console import Console
 
 from surefoot.config import settings as settings_module
@@ -154,12 +153,11 @@ class LLM:
     def __init__(self, model: str | Settings = "default", **settings: Any) -> None:
         asked = model if isinstance(model, Settings) else settings_module.load({"model": model, **settings})
         self.plan = plan_engine(asked, Console(stderr=True))
-        torch.set_num_threads(self.plan.num_threads)
         self.tokenizer = load_tokenizer(self.plan.checkpoint)
         self.scheduler = Scheduler(self.plan.bounds, self.plan.prefix_cache)
         self._folder = tempfile.TemporaryDirectory(prefix="surefoot-")
         self._recorder = FlightRecorder(Path(self._folder.name) / "steps.ring")
-        self._executor = ThreadExecutor(ModelRunner(self.plan, lambda done, total: None).run, self._recorder)
+        self._executor = ThreadExecutor(lambda: ModelRunner(self.plan, lambda done, total: None), self._recorder)
         self._ids = itertools.count(1)
 
     def generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 from surefoot.engine.executor import ThreadExecutor
 from surefoot.engine.flight_recorder import FlightRecorder, PlanRecord, ResultRecord, read_records
@@ -21,7 +22,7 @@ def test_a_plan_is_on_disk_before_it_runs(tmp_path: Path) -> None:
         seen.append(list(read_records(tmp_path / "ring")))
         return StepDone(step.step_id, (1,), (True,), "path")
 
-    executor = ThreadExecutor(run, FlightRecorder(tmp_path / "ring"))
+    executor = ThreadExecutor(lambda: Mock(run=run), FlightRecorder(tmp_path / "ring"))
     result = executor.launch(plan(1)).wait()
     executor.close()
     (record,) = seen[0]
@@ -41,7 +42,7 @@ def test_launch_returns_before_the_step_ran_and_steps_run_in_order(tmp_path: Pat
         ran.append(step.step_id)
         return StepDone(step.step_id, (), (), "")
 
-    executor = ThreadExecutor(run, FlightRecorder(tmp_path / "ring"))
+    executor = ThreadExecutor(lambda: Mock(run=run), FlightRecorder(tmp_path / "ring"))
     launched = [executor.launch(plan(step_id)) for step_id in (1, 2)]
     assert ran == []
     gate.set()
@@ -54,7 +55,7 @@ def test_a_step_that_raises_is_a_value_with_its_cause_and_is_recorded(tmp_path: 
     def run(step: StepPlan) -> StepDone:
         raise AttributeError("'PrefillMetadata' object has no attribute 'page_table_1_flattened'")
 
-    executor = ThreadExecutor(run, FlightRecorder(tmp_path / "ring"))
+    executor = ThreadExecutor(lambda: Mock(run=run), FlightRecorder(tmp_path / "ring"))
     result = executor.launch(plan(7)).wait()
     executor.close()
     assert isinstance(result, StepFailed)

@@ -21,7 +21,7 @@ GATHER_TOKENS = 1024
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    rows: Tensor  # [n] int64: which decode rows of the step
+    rows: slice | Tensor  # which decode rows of the step: all of them, or [n] int64
     pages: Tensor  # [n * columns] int64
     mask: Tensor  # [n, 1, 1, columns * page_size]
 
@@ -64,7 +64,12 @@ class TorchBackend:
         return out
 
     def _groups(self, lengths: tuple[int, ...]) -> list[list[int]]:
-        """Rows by length, longest first, cut so that a group's padded copy stays within GATHER_TOKENS."""
+        """All rows if their padded copy stays within GATHER_TOKENS; else rows by length, longest first, in groups
+        that do."""
+        if not lengths:
+            return []
+        if len(lengths) * max(lengths) <= GATHER_TOKENS:
+            return [list(range(len(lengths)))]
         groups: list[list[int]] = []
         room = 0
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -76,8 +81,9 @@ class TorchBackend:
         return groups
 
     def _decode_group(self, rows: Rows, group: list[int], page_table: Tensor) -> DecodeGroup:
-        lengths = torch.tensor([rows.decode_lengths[row] for row in group])
-        columns = self._columns(rows.decode_lengths[group[0]])
+        own_lengths = [rows.decode_lengths[row] for row in group]
+        lengths = torch.tensor(own_lengths)
+        columns = self._columns(max(own_lengths))
         pages = page_table[[rows.decode_slots[row] for row in group], :columns]
         # Past a row's end the table may name pages of others: its own first page is read there instead.
         past_end = torch.arange(columns) * self._page_size >= lengths[:, None]
@@ -85,7 +91,9 @@ class TorchBackend:
         places = torch.arange(columns * self._page_size)
         mask = torch.zeros(len(group), columns * self._page_size, dtype=self._dtype)
         mask.masked_fill_(places >= lengths[:, None], -torch.inf)
-        return DecodeGroup(torch.tensor(group), pages.flatten(), mask[:, None, None, :])
+        everybody = group == list(range(len(rows.decode_slots)))
+        which = slice(0, len(group)) if everybody else torch.tensor(group)
+        return DecodeGroup(which, pages.flatten(), mask[:, None, None, :])
 
     def _prefill_part(self, span: PrefillSpan, first: int, page_table: Tensor) -> PrefillPart:
         columns = self._columns(span.start + span.num_tokens)

@@ -1,4 +1,9 @@
-"""Launches steps. On a CPU the "device stream" is one worker thread: steps run in order, one at a time."""
+"""Launches steps. On a CPU the "device stream" is one worker thread: steps run in order, one at a time.
+
+The runner is made in that thread too, and no other thread may compute with torch: OpenMP gives each calling thread a
+team of its own, and as soon as all teams have more threads than the machine has CPUs, libgomp stops spinning between
+parallel regions, which makes a decode step a tenth slower (docs/log.md).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from surefoot.engine.flight_recorder import FlightRecorder, PlanRecord, ResultRecord
 from surefoot.protocol.step_plan import StepDone, StepFailed, StepPlan, StepResult
@@ -30,16 +36,21 @@ class LaunchedStep:
         return result
 
 
+class StepRunner(Protocol):
+    def run(self, plan: StepPlan) -> StepDone: ...
+
+
 class ThreadExecutor:
-    def __init__(self, run_step: Callable[[StepPlan], StepDone], recorder: FlightRecorder) -> None:
-        self._run_step = run_step
+    def __init__(self, make_runner: Callable[[], StepRunner], recorder: FlightRecorder) -> None:
+        """Raises what `make_runner` raises."""
         self._recorder = recorder
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self.runner = self._stream.submit(make_runner).result()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Records the plan, then queues it."""
         self._recorder.record(PlanRecord(time.time(), plan))
-        return LaunchedStep(plan, self._stream.submit(self._run_step, plan), self._recorder)
+        return LaunchedStep(plan, self._stream.submit(self.runner.run, plan), self._recorder)
 
     def close(self) -> None:
         self._stream.shutdown()

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import torch
 
 from surefoot.config.engine_plan import EnginePlan
 from surefoot.engine.executor import ThreadExecutor
@@ -63,13 +62,11 @@ class LoadProgress:
 def serve(start: StartEngine) -> None:
     plan = msgspec.json.decode(start.plan, type=EnginePlan)
     began = time.monotonic()
-    torch.set_num_threads(plan.num_threads)
     events: Sender[Event] = Sender(start.event_address)
     inbox = ChannelInbox(Receiver(start.command_address, Command))
-    runner = ModelRunner(plan, LoadProgress())
     scheduler = Scheduler(plan.bounds, plan.prefix_cache)
     recorder = FlightRecorder(Path(start.record_dir) / "steps.ring")
-    executor = ThreadExecutor(runner.run, recorder)
+    executor = ThreadExecutor(lambda: ModelRunner(plan, LoadProgress()), recorder)
     seconds = time.monotonic() - began
     log.info("weights loaded in %.1f s, %d threads", seconds, plan.num_threads)
     events.send([EngineReady(seconds, scheduler.stats())])

@@ -19,6 +19,7 @@ from typing import assert_never
 
 import msgspec
 import uvicorn
+import uvloop
 from msgspec import Struct
 
 from surefoot.config.engine_plan import ServerPlan
@@ -153,7 +154,7 @@ async def run() -> int:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    return asyncio.run(run())
+    return uvloop.run(run())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,11 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 class ModelRunner:
     def __init__(self, plan: EnginePlan, progress: Callable[[int, int], None]) -> None:
-        """Loads the weights and allocates the cache. `progress`: see CheckpointWeights."""
+        """Loads the weights and allocates the cache, for steps that run in the calling thread.
+
+        `progress`: see CheckpointWeights.
+        """
+        torch.set_num_threads(plan.num_threads)
         self._plan = plan
         device = torch.device(plan.device)
         dtype = TORCH_DTYPES[plan.dtype]

@@ -46,8 +46,7 @@ def sample(logits: Tensor, rows: SamplingRows, table: RequestTable) -> tuple[Ten
     """logits: [rows, vocab] fp32, overwritten. Returns token ids [rows] int64, and [rows] bool: all logits finite."""
     if rows.kind is SamplerKind.NONE:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
-    lowest, highest = torch.aminmax(logits, dim=-1)
-    finite = lowest.isfinite() & highest.isfinite()
+    finite = logits.sum(-1).isfinite()  # a sum is finite if all its terms are, and the fastest look at all of them
     for row, banned in enumerate(rows.banned):
         if banned:
             logits[row, list(banned)] = -torch.inf

@@ -227,7 +227,13 @@ class LLM:
         return self.plan.bounds.max_running_requests + self.plan.bounds.max_queued_requests
 
     def _run(self, session: _Session) -> _Session:
-        run(session, self.scheduler, self._executor, session, self.plan.lookahead)
+        try:
+            run(session, self.scheduler, self._executor, session, self.plan.lookahead)
+        except BaseException:
+            # Ctrl-C, say: requests are left half done. A step in flight cannot hurt those of the next scheduler, which
+            # come after it on the same stream.
+            self.scheduler = Scheduler(self.plan.bounds, self.plan.prefix_cache)
+            raise
         if session.failures:
             raise GenerationError(f"{len(session.failures)} requests failed; the first: {session.failures[0]}")
         return session

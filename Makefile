@@ -29,6 +29,7 @@ check: setup-dev
 
 bench: setup-dev
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/load.py
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev

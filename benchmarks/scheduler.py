@@ -1,6 +1,6 @@
 """How long the scheduler takes: `plan` and `commit` of pure decode steps, by number of rows.
 
-    PYTHONPATH=src python benchmarks/scheduler.py
+    python benchmarks/scheduler.py
 
 Every request decodes in its own pages of 16 tokens, with page edges spread evenly over the steps, and the step in
 flight is committed before the next is planned. Prints a table and appends it to results/scheduler.csv.
@@ -8,22 +8,16 @@ flight is committed before the next is planned. Prints a table and appends it to
 
 from __future__ import annotations
 
-import csv
 import gc
-import platform
-import subprocess
-import sys
-from datetime import UTC, datetime
-from pathlib import Path
 from time import perf_counter
 
+from record import append
+
 from surefoot.config.bounds import Bounds
-from surefoot.config.hardware import probe
 from surefoot.protocol.messages import GenerateRequest, Sampling, Submit
 from surefoot.protocol.step_plan import StepDone, StepPlan
 from surefoot.scheduler.scheduler import Scheduler
 
-RESULTS = Path(__file__).parent / "results" / "scheduler.csv"
 ROWS = (1, 64, 256, 512)
 PAGE_SIZE = 16
 STEPS = 1600
@@ -79,26 +73,14 @@ def percentile(values: list[float], percent: int) -> float:
     return sorted(values)[(len(values) - 1) * percent // 100]
 
 
-def git_commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
-    columns = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": probe().cpu_name,
-        "python": platform.python_version(),
-        "commit": git_commit() or "unknown",
-    }
     table = []
     for rows in ROWS:
         plan_us, commit_us = measure(rows)
         total_us = [a + b for a, b in zip(plan_us, commit_us, strict=True)]
         table.append(
-            columns
-            | {
-                "rows": str(rows),
+            {
+                "rows": rows,
                 "plan_us_p50": f"{percentile(plan_us, 50):.1f}",
                 "commit_us_p50": f"{percentile(commit_us, 50):.1f}",
                 "total_us_p50": f"{percentile(total_us, 50):.1f}",
@@ -106,14 +88,7 @@ def main() -> None:
                 "total_us_mean": f"{sum(total_us) / len(total_us):.1f}",
             }
         )
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows(table)
-    printer = csv.DictWriter(sys.stdout, list(table[0]), lineterminator="\n")
-    printer.writeheader()
-    printer.writerows(table)
+    append("scheduler.csv", table)
 
 
 if __name__ == "__main__":

@@ -12,23 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
-import datetime
 import json
-import platform
 import random
 import statistics
-import subprocess
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlparse
 
-RESULTS = Path(__file__).parent / "results" / "serve.csv"
-FIELDS = [
-    "date", "machine", "versions", "commit", "server", "settings", "concurrency", "input", "output", "requests",
-    "output_tok_s", "ttft_p50_ms", "inter_token_p50_ms", "first_over_this",
-]  # fmt: skip
+from record import append
 
 
 @dataclass(frozen=True)
@@ -112,20 +103,12 @@ def main() -> None:
 def record(args: argparse.Namespace, concurrency: int, runs: dict[str, list[tuple[float, list[Request]]]]) -> None:
     rates = {name: statistics.median(rate for rate, _ in results) for name, results in runs.items()}
     first = next(iter(rates))
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        for name, results in runs.items():
-            requests = [request for _, done in results for request in done]
-            gaps = [(r.total - r.first) / max(1, r.output_tokens - 1) for r in requests]
-            row = {
-                "date": datetime.date.today().isoformat(),
-                "machine": machine(),
-                "versions": f"Python {platform.python_version()}",
-                "commit": commit.stdout.strip(),
+    rows = []
+    for name, results in runs.items():
+        requests = [request for _, done in results for request in done]
+        gaps = [(r.total - r.first) / max(1, r.output_tokens - 1) for r in requests]
+        rows.append(
+            {
                 "server": name,
                 "settings": args.settings,
                 "concurrency": concurrency,
@@ -137,14 +120,8 @@ def record(args: argparse.Namespace, concurrency: int, runs: dict[str, list[tupl
                 "inter_token_p50_ms": f"{1000 * statistics.median(gaps):.1f}",
                 "first_over_this": "" if name == first else f"{rates[first] / rates[name]:.2f}",
             }
-            writer.writerow(row)
-            print({key: row[key] for key in FIELDS[4:]}, flush=True)
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
+        )
+    append("serve.csv", rows, "torch")
 
 
 if __name__ == "__main__":

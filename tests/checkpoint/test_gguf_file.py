@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -215,10 +214,8 @@ def test_flipped_bytes_cost_no_memory(everything: Path) -> None:
     assert peak < 5_000_000
 
 
-def test_the_default_model_opens_fast(default_model_path: Path) -> None:
-    start = time.process_time()
+def test_the_default_model_opens(default_model_path: Path) -> None:
     file = GGUFFile.open(default_model_path)
-    assert time.process_time() - start < 1
     assert len(file.tensors) == 272
     assert len(file.array("tokenizer.ggml.merges", str)) == 48_900
     assert file.tensors["blk.0.ffn_down.weight"].shape == (576, 1536)

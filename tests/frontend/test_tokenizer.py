@@ -178,15 +178,13 @@ def test_chat_of_the_default_model(
     assert default_tokenizer.encode(expected, add_special_tokens=False) == reference.encode(expected)
 
 
-def test_the_default_tokenizer_is_light_and_fast(default_model_path: Path) -> None:
-    """In a fresh process: no torch, no transformers, and little CPU time."""
+def test_the_default_tokenizer_is_light(default_model_path: Path) -> None:
+    """In a fresh process: no torch, no transformers."""
     code = (
-        "import sys, time; from surefoot.frontend.tokenizer import load_tokenizer;"
+        "import sys; from surefoot.frontend.tokenizer import load_tokenizer;"
         "from surefoot.config.engine_plan import CheckpointRef;"
         f"load_tokenizer(CheckpointRef({str(default_model_path)!r}, 'gguf'));"
-        "print(time.process_time(), *{'torch', 'transformers'} & set(sys.modules))"
+        "print(*{'torch', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    cpu_seconds, *heavy_modules = result.stdout.split()
-    assert not heavy_modules
-    assert float(cpu_seconds) < 1.5
+    assert result.stdout.split() == []

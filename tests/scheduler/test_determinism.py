@@ -27,7 +27,8 @@ def digest_of_plans(seeds: range) -> str:
 def run_python(code: str, hash_seed: str = "0") -> str:
     source = Path(scheduler.__file__).parents[2]
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join((str(source), str(root)))}
+    paths = [str(source), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 

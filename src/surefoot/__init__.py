@@ -16,6 +16,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`surefoot.LLM` brings torch along, which the frontend and the supervisor must not load."""
     if name == "LLM":
+        from surefoot.config.settings import limit_openmp_spinning
+
+        limit_openmp_spinning()
         from surefoot.llm import LLM
 
         return LLM

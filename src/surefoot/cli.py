@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from surefoot import __version__
 from surefoot.config import settings as settings_module
 from surefoot.config.settings import Settings
 from surefoot.frontend.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from surefoot.llm import LLM
+
 EXIT_BAD_INPUT = 2
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "new tokens at most"),
-    "temperature": (float, "0 takes the most probable token; 1 draws from the model's own distribution [0]"),
+    "temperature": (float, "0 takes the most probable token; 1 draws from the model's own distribution"),
     "top_k": (int, "draw from the k most probable tokens; 0 is all"),
     "top_p": (float, "draw from the fewest tokens that reach this probability"),
     "min_p": (float, "drop tokens less probable than this share of the most probable one"),
     "min_tokens": (int, "new tokens before an end-of-text token"),
 }
+
+GENERATE_SAMPLING = {"temperature": 0.0}
+CHAT_SAMPLING = {"temperature": 0.6, "top_p": 0.9}  # small models repeat themselves without
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,26 +39,30 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"surefoot {__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over the OpenAI API")
-    _add_settings(serve)
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, description=help, allow_abbrev=False)
 
-    chat = commands.add_parser("chat", help="talk to a model in the terminal")
-    _add_settings(chat)
-    _add_sampling(chat)
+    _add_settings(command("serve", "serve a model over the OpenAI API"), for_server=True)
 
-    generate = commands.add_parser("generate", help="continue prompts: arguments, or lines of standard input")
+    chat = command("chat", "talk to a model in the terminal, without a server")
+    _add_settings(chat, for_server=False)
+    _add_sampling(chat, CHAT_SAMPLING)
+
+    generate = command("generate", "continue prompts, arguments or lines of standard input, without a server")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT")
-    _add_settings(generate)
-    _add_sampling(generate)
+    _add_settings(generate, for_server=False)
+    _add_sampling(generate, GENERATE_SAMPLING)
     return root
 
 
-def _add_settings(command: argparse.ArgumentParser) -> None:
+def _add_settings(command: argparse.ArgumentParser, for_server: bool) -> None:
     group = command.add_argument_group(
         "settings", f"also from a TOML file, or from the environment as {settings_module.ENVIRONMENT_PREFIX}<NAME>"
     )
     group.add_argument("--config", metavar="FILE", default="", help="TOML file with settings by name")
     for info in settings_module.infos():
+        if info.of_server and not for_server:
+            continue
         note = f"{info.help} [{info.default or 'none'}]".replace("%", "%%")
         if info.is_switch:
             group.add_argument(info.flag, action="store_true", default=None, help=info.help)
@@ -57,10 +70,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
             group.add_argument(info.flag, dest=info.name, metavar="VALUE", help=note)
 
 
-def _add_sampling(command: argparse.ArgumentParser) -> None:
+def _add_sampling(command: argparse.ArgumentParser, defaults: dict[str, float]) -> None:
     group = command.add_argument_group("sampling")
     for name, (kind, text) in SAMPLING_FLAGS.items():
-        group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N", help=text)
+        default = defaults.get(name)
+        note = text if default is None else f"{text} [{default}]"
+        group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N", default=default, help=note)
     group.add_argument("--sampling-seed", dest="sampling_seed", type=int, metavar="N", help="same seed, same output")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
 
@@ -73,11 +88,15 @@ def _settings(arguments: dict[str, Any]) -> Settings:
 
 def _sampling(arguments: dict[str, Any]) -> SamplingParams:
     given = {name: arguments[name] for name in SAMPLING_FLAGS if arguments[name] is not None}
-    return SamplingParams(**{"temperature": 0, **given}, seed=arguments["sampling_seed"], stop=tuple(arguments["stop"]))
+    return SamplingParams(**given, seed=arguments["sampling_seed"], stop=tuple(arguments["stop"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = vars(parser().parse_args(argv))
+    root = parser()
+    known, unknown = root.parse_known_args(argv)
+    if unknown:
+        root.error(f"there is no {unknown[0]}{_meant(unknown[0], known.command)}")
+    arguments = vars(known)
     console = Console(stderr=True)
     try:
         settings = _settings(arguments)
@@ -89,33 +108,49 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "chat":
                 return _chat(settings, _sampling(arguments), console)
             case _:
-                return _generate(settings, _sampling(arguments), arguments["prompts"])
-    except ValueError as error:  # settings, checkpoints, plans and parameters: the message has the way out
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+                return _generate(settings, _sampling(arguments), arguments["prompts"], console)
+    except (ValueError, OSError) as error:  # settings, checkpoints, plans, parameters and files: it has the way out
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return 130
 
 
-def _generate(settings: Settings, params: SamplingParams, prompts: list[str]) -> int:
-    from surefoot.llm import LLM
+def _meant(flag: str, command: str) -> str:
+    flags = [info.flag for info in settings_module.infos()] + ["--" + name.replace("_", "-") for name in SAMPLING_FLAGS]
+    close = difflib.get_close_matches(flag.partition("=")[0], flags, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f": {hint}`surefoot {command} --help` lists all flags"
 
-    wanted = prompts or [line.rstrip("\n") for line in sys.stdin]
+
+def _load(settings: Settings, console: Console) -> LLM:
+    with console.status("loading the model"):
+        from surefoot import LLM
+
+        return LLM(settings)
+
+
+def _generate(settings: Settings, params: SamplingParams, prompts: list[str], console: Console) -> int:
+    if not prompts and sys.stdin.isatty():
+        console.print("prompts, one a line; Ctrl-D ends:")
+    wanted = prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not all(wanted) or not wanted:
         raise ValueError("there is no prompt: give it as an argument, or one a line on standard input")
-    with LLM(settings) as llm:
-        for prompt, completion in zip(wanted, llm.generate(wanted, params), strict=True):
+    with _load(settings, console) as llm:
+        with console.status(f"generating {len(wanted)} completions"):
+            completions = llm.generate(wanted, params)
+        for prompt, completion in zip(wanted, completions, strict=True):
             print(prompt + completion.text)
     return 0
 
 
 def _chat(settings: Settings, params: SamplingParams, console: Console) -> int:
-    from surefoot.llm import LLM
-
-    with LLM(settings) as llm:
+    with contextlib.suppress(ImportError):  # not in every build of Python: line editing, history, long lines
+        import readline  # noqa: F401
+    with _load(settings, console) as llm:
         console.print(f"{llm.plan.served_model_name}: Ctrl-D ends, Ctrl-C stops an answer.")
         messages: list[dict[str, str]] = []
-        while (text := _ask()) is not None:
+        while (text := _ask(console)) is not None:
             if not text:
                 continue
             messages.append({"role": "user", "content": text})
@@ -127,7 +162,7 @@ def _chat(settings: Settings, params: SamplingParams, console: Console) -> int:
             except KeyboardInterrupt:
                 pass
             except ValueError as error:  # the conversation has outgrown the context, say
-                console.print(f"[bold red]error:[/] {error}", highlight=False)
+                console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
                 messages.pop()
                 continue
             print()
@@ -135,12 +170,17 @@ def _chat(settings: Settings, params: SamplingParams, console: Console) -> int:
     return 0
 
 
-def _ask() -> str | None:
+def _ask(console: Console) -> str | None:
     """The next line, None at the end of input."""
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except KeyboardInterrupt:
+            console.print("\nCtrl-D ends")
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return None
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ Children hang on a pipe from here: if the supervisor is killed, they see its end
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from rich.console import Console
@@ -31,7 +33,7 @@ from rich.table import Table
 from surefoot.config.engine_plan import EnginePlan, ServerPlan
 from surefoot.config.planning import plan_engine
 from surefoot.config.resolve import server_plan
-from surefoot.config.settings import Settings
+from surefoot.config.settings import Settings, limit_openmp_spinning
 from surefoot.protocol.control import (
     Drain,
     EngineDied,
@@ -57,26 +59,34 @@ def serve(settings: Settings, console: Console) -> int:
     )
     plan = server_plan(settings, plan_engine(settings, console))
     print_plan(plan.engine, console)
-    record_dir = new_record_dir(Path(settings.record_dir).expanduser())
-    with tempfile.TemporaryDirectory(prefix="surefoot-") as sockets:
+    limit_openmp_spinning()
+    record_dir, lock = new_record_dir(Path(settings.record_dir).expanduser())
+    with lock, tempfile.TemporaryDirectory(prefix="surefoot-") as sockets:
         return asyncio.run(Supervisor(plan, record_dir, Path(sockets), console).run())
 
 
 def print_plan(plan: EnginePlan, console: Console) -> None:
-    table = Table("setting", "value", "why", title=f"Plan for {plan.served_model_name}", title_justify="left")
+    table = Table("setting", "value", "why", title=f"Plan for {escape(plan.served_model_name)}", title_justify="left")
     for reason in plan.reasons:
         table.add_row(reason.field, escape(reason.value), escape(reason.why))
     console.print(table)
 
 
-def new_record_dir(parent: Path) -> Path:
-    """A folder for this run; the oldest ones beyond KEPT_RECORDS are deleted."""
+def new_record_dir(parent: Path) -> tuple[Path, IO[str]]:
+    """A folder for this run, and its lock, to be held while the server runs.
+
+    Of the folders of servers that have ended, all but the newest KEPT_RECORDS are deleted.
+    """
     parent.mkdir(parents=True, exist_ok=True)
-    for old in sorted(parent.glob("run-*"))[: -KEPT_RECORDS + 1 or None]:
-        shutil.rmtree(old, ignore_errors=True)
-    made = parent / time.strftime(f"run-%Y%m%d-%H%M%S-{os.getpid()}")
-    made.mkdir()
-    return made
+    made = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=parent))
+    lock = (made / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    by_age = sorted(parent.glob("run-*"), key=lambda folder: folder.stat().st_mtime_ns)
+    for old in by_age[: -KEPT_RECORDS - 1]:
+        with contextlib.suppress(OSError), (old / "lock").open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its server still runs
+            shutil.rmtree(old)
+    return made, lock
 
 
 class Supervisor:
@@ -87,6 +97,7 @@ class Supervisor:
         self._console = console
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._ready = False
+        self._url = ""
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -108,28 +119,38 @@ class Supervisor:
             reports.cancel()
 
     async def _watch(self, frontend: Process, engine: Process) -> int:
+        """Until the first end or signal, and then through the drain that follows it."""
         frontend_end = asyncio.create_task(frontend.wait())
         engine_end = asyncio.create_task(engine.wait())
         signalled = asyncio.create_task(self._signals.get())
         await asyncio.wait((frontend_end, engine_end, signalled), return_when=asyncio.FIRST_COMPLETED)
         if frontend_end.done():
             return _exit_code(frontend_end.result())
-        if engine_end.done() and not signalled.done():
-            how = _how_it_ended(engine_end.result())
-            log.error("the engine %s; its last steps are in %s", how, self._record_dir)
-            await _tell(frontend, EngineDied(f"the engine {how}", restarting=False))
-            code = EXIT_ENGINE_DIED if self._ready else EXIT_CANNOT_LOAD
-        else:
+        if signalled.done():
             log.info("stopping: running requests have %g s to finish", self._plan.drain_seconds)
-            code = EXIT_OK
-        await _tell(frontend, Drain())
-        again = asyncio.create_task(self._signals.get())
-        limit = self._plan.drain_seconds + CHILD_GRACE_SECONDS
-        await asyncio.wait((frontend_end, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            await _tell(frontend, Drain())
+            signalled = asyncio.create_task(self._signals.get())
+            await self._wait_drained(frontend_end, engine_end, signalled)
+        code = EXIT_OK
+        if engine_end.done() and not frontend_end.done():
+            code = await self._report_death(frontend, engine_end.result())
+            await _tell(frontend, Drain())
+        await self._wait_drained(frontend_end, signalled)
         if not frontend_end.done():
             log.warning("stopping at once")
             return EXIT_KILLED
         return code
+
+    async def _wait_drained(self, *ends: asyncio.Task[int]) -> None:
+        limit = self._plan.drain_seconds + CHILD_GRACE_SECONDS
+        await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _report_death(self, frontend: Process, returncode: int) -> int:
+        """Tells the frontend, so that open streams end. Returns the server's exit code."""
+        how = _how_it_ended(returncode)
+        log.error("the engine %s; its last steps are in %s", how, self._record_dir)
+        await _tell(frontend, EngineDied(f"the engine {how}", restarting=False))
+        return EXIT_ENGINE_DIED if self._ready else EXIT_CANNOT_LOAD
 
     async def _read_reports(self, frontend: Process) -> None:
         assert frontend.stdout is not None
@@ -137,8 +158,8 @@ class Supervisor:
         async for line in frontend.stdout:
             match decoder.decode(line):
                 case FrontendListening(host, port):
-                    log.info("listening on http://%s:%d, waiting for the engine", host, port)
-                    self._url = f"http://{host}:{port}"
+                    self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                    log.info("listening on %s, waiting for the engine", self._url)
                 case FrontendReady():
                     self._ready = True
                     self._say_ready()
@@ -154,7 +175,7 @@ class Supervisor:
         lines = (
             f"\nReady: {name} at {self._url}/v1. Try:\n",
             f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' {key}\\",
-            f"  -d '{msgspec.json.encode(body).decode()}'\n",
+            f"  -d '{msgspec.json.encode(body).decode()}'\n\nCtrl-C stops the server.",
         )
         for line in lines:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

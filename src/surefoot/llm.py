@@ -22,12 +22,12 @@ from rich.console import Console
 
 from surefoot.config import settings as settings_module
 from surefoot.config.planning import plan_engine
-from surefoot.config.settings import Settings
+from surefoot.config.settings import Settings, SettingsError
 from surefoot.engine.executor import ThreadExecutor
 from surefoot.engine.flight_recorder import FlightRecorder
 from surefoot.engine.loop import run
 from surefoot.frontend.detokenizer import TextStream
-from surefoot.frontend.sampling_params import SamplingParams
+from surefoot.frontend.sampling_params import SamplingParams, Vocabulary
 from surefoot.frontend.tokenizer import load_tokenizer
 from surefoot.protocol.messages import (
     Abort,
@@ -151,9 +151,12 @@ class LLM:
     """
 
     def __init__(self, model: str | Settings = "default", **settings: Any) -> None:
+        if wrong := sorted(settings_module.OF_SERVER & settings.keys()):
+            raise SettingsError(f"{', '.join(wrong)}: means nothing without a server")
         asked = model if isinstance(model, Settings) else settings_module.load({"model": model, **settings})
         self.plan = plan_engine(asked, Console(stderr=True))
         self.tokenizer = load_tokenizer(self.plan.checkpoint)
+        self._vocabulary = Vocabulary(self.plan.model.vocab_size, self.tokenizer.eos_ids)
         self.scheduler = Scheduler(self.plan.bounds, self.plan.prefix_cache)
         self._folder = tempfile.TemporaryDirectory(prefix="surefoot-")
         self._recorder = FlightRecorder(Path(self._folder.name) / "steps.ring")
@@ -246,7 +249,7 @@ class LLM:
         request_id = next(self._ids)
         default_seed = self.plan.seed + request_id
         request = params.to_request(
-            request_id, prompt_ids, self.tokenizer, self.plan.bounds.max_model_len, default_seed
+            request_id, prompt_ids, self._vocabulary, self.plan.bounds.max_model_len, default_seed
         )
         return _Sequence(request, TextStream(self.tokenizer, tuple(params.stop)), on_text)
 

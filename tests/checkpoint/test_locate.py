@@ -53,6 +53,7 @@ def test_refusals_say_what_to_give(tmp_path: Path, names: tuple[str, ...], model
 
 def test_hub_ids_are_recognised() -> None:
     with pytest.raises(
-        CheckpointError, match=r"not supported yet\. Run `hf download org/Name-1\.5B --local-dir Name-1"
+        CheckpointError,
+        match=r"of the Llama family, run `hf download org/Name-1\.5B --local-dir Name-1",
     ):
         locate("org/Name-1.5B")

@@ -101,8 +101,13 @@ def test_conflicts_come_together_each_with_a_way_out() -> None:
         plan(model=msgspec.structs.replace(SMOLLM2, family="qwen9"))
     with pytest.raises(PlanError, match=r"needs 512: raise --mem-fraction"):
         plan(max_model_len=8192, kv_cache_tokens=4096, max_running_requests=1)
-    with pytest.raises(PlanError, match="0 pages"):
+    with pytest.raises(PlanError, match="not one page of 16 tokens: raise --mem-fraction"):
         plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=GIB // 4))
+
+
+def test_more_threads_than_cpus_are_refused() -> None:
+    with pytest.raises(PlanError, match="--threads 9 is more than the 8 CPUs of this process: lower it"):
+        plan(threads=9)
 
 
 def test_a_plan_survives_the_way_to_another_process() -> None:

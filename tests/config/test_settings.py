@@ -31,7 +31,7 @@ def test_all_that_is_wrong_is_said_at_once_as_the_user_wrote_it(
         "--port: '70000' is not valid, expected a whole number >= 0 and <= 65535",
         "--weight-dtype: 'int3' is not valid, expected 'auto', 'float32', 'float16'",
         "SUREFOOT_LOOKAHEAD: '7' is not valid, expected 'auto', 0, 1",
-        f"max_modle_len in {tmp_path}/a.toml: there is no such setting",
+        f"max_modle_len in {tmp_path}/a.toml: there is no such setting, did you mean max_model_len?",
         f"mem_fraction in {tmp_path}/a.toml: 2.0 is not valid, expected a number > 0 and < 1 or 'auto'",
     ]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def requests() -> list[dict[str, Any]]:
     return made
 
 
-@pytest.fixture(scope="module")
-def answers(tiny_llama: TinyLlama) -> list[str]:
+@cache
+def answers(model: Path, weight_dtype: str) -> list[str]:
     """Each request alone, whole, without prefix cache, lookahead or need for preemption."""
-    settings = {"weight_dtype": "float32", "lookahead": 0, "disable_prefix_cache": True, "max_running_requests": 1}
-    with LLM(str(tiny_llama.path), kv_cache_tokens=512, **settings) as llm:
+    settings = {"weight_dtype": weight_dtype, "lookahead": 0, "disable_prefix_cache": True, "max_running_requests": 1}
+    with LLM(str(model), kv_cache_tokens=512, **settings) as llm:
         out = []
         for request in requests():
             params = {name: value for name, value in request.items() if name != "prompt"}
@@ -78,24 +79,35 @@ async def all_at_once(server: Server, twice: bool) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "chunk, lookahead", [(1, 1), (7, 1), (8, 1), (256, 1), (16, 0)], ids=["one", "odd", "page", "whole", "lookahead-0"]
+    "chunk, lookahead, weight_dtype, linear_kernel",
+    [
+        (1, 1, "float32", "dense"),
+        (7, 1, "float32", "dense"),
+        (8, 1, "float32", "dense"),
+        (256, 1, "float32", "dense"),
+        (16, 0, "float32", "dense"),
+        (7, 1, "float16", "fp16_packed"),
+    ],
+    ids=["one", "odd", "page", "whole", "lookahead-0", "fp16"],
 )
 def test_answers_do_not_depend_on_how_they_were_computed(
-    tiny_llama: TinyLlama, answers: list[str], log: Path, chunk: int, lookahead: int
+    tiny_llama: TinyLlama, log: Path, chunk: int, lookahead: int, weight_dtype: str, linear_kernel: str
 ) -> None:
-    tight = dict(TIGHT, chunked_prefill_size=chunk, lookahead=lookahead)
+    wanted = answers(tiny_llama.path, weight_dtype)
+    tight = dict(TIGHT, chunked_prefill_size=chunk, lookahead=lookahead, weight_dtype=weight_dtype)
     with Server(log, model=tiny_llama.path, **tight) as server:
         for got in asyncio.run(all_at_once(server, twice=chunk != 1)):
-            assert got == answers + answers
+            assert got == wanted + wanted
         # Temperature only, and alone: beside others, a step takes the sampler that all its rows need.
         body = {"model": server.model_name, **requests()[1]}
         alone = httpx.post(f"{server.url}/v1/completions", json=body).json()
-        assert alone["choices"][0]["text"] == answers[1]
+        assert alone["choices"][0]["text"] == wanted[1]
         metrics, paths = server.metrics(), server.paths()
         assert metrics["surefoot_preemptions_total"] > 0
         assert metrics["surefoot_cached_prompt_tokens_total"] > 0
         for kind in ("decode/none", "mixed/some", "mixed/none"):
             assert any(path.startswith(kind) for path in paths), (kind, paths)
+        assert all(f"/torch/{linear_kernel}/" in path for path in paths), paths
         for sampler in ("greedy", "plain", "full"):
             assert any(path.endswith(sampler) for path in paths), (sampler, paths)
         assert server.stop() == 0

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from surefoot.engine.flight_recorder import PlanRecord, read_records
+from surefoot.launch import new_record_dir
 from tests.e2e.conftest import TIGHT
 from tests.e2e.server import Server, killed_after, wait_dead, wait_until
 from tests.tiny import TinyLlama
@@ -111,6 +112,35 @@ def test_killing_the_engine_ends_every_stream_once_and_the_server_with_its_own_c
         (ring,) = log.parent.glob("run-*/steps.ring")
         records = list(read_records(ring))
         assert any(isinstance(record, PlanRecord) and record.plan.num_rows for record in records)
+
+
+def test_the_engine_may_die_while_the_server_drains(tiny_llama: TinyLlama, log: Path) -> None:
+    """Its streams end at once, not at the deadline of the drain."""
+    with Server(log, model=tiny_llama.path, **ONE_BY_ONE, drain_seconds=300) as server:
+        engine = server.child(ENGINE)
+        streams = [Stream(server, max_tokens=480) for _ in range(4)]
+        streams[0].began.wait(30)
+        server.process.send_signal(signal.SIGTERM)
+        os.kill(engine, signal.SIGKILL)
+        for stream in streams:
+            stream.join(20)
+            assert not stream.is_alive()
+            assert len(stream.finish_reasons()) + len(stream.errors()) == 1 or stream.status == 503
+        assert server.process.wait(20) == 4
+
+
+def test_records_of_a_running_server_are_kept(tmp_path: Path) -> None:
+    running, lock = new_record_dir(tmp_path)
+    later = []
+    for _ in range(12):
+        made, other = new_record_dir(tmp_path)
+        other.close()
+        later.append(made)
+    assert running.is_dir()
+    assert [made.is_dir() for made in later] == [False] * 3 + [True] * 9
+    lock.close()
+    new_record_dir(tmp_path)[1].close()
+    assert not running.is_dir()
 
 
 def test_killing_the_supervisor_leaves_no_orphan(tiny_llama: TinyLlama, log: Path) -> None:

@@ -65,3 +65,14 @@ def test_a_step_that_raises_is_a_value_with_its_cause_and_is_recorded(tmp_path: 
     last = list(read_records(tmp_path / "ring"))[-1]
     assert isinstance(last, ResultRecord)
     assert last.result == result
+
+
+def test_a_plan_that_does_not_fit_the_ring_is_a_failed_step_and_not_launched(tmp_path: Path) -> None:
+    ran: list[StepPlan] = []
+    executor = ThreadExecutor(lambda: Mock(run=ran.append), FlightRecorder(tmp_path / "ring", capacity=1000))
+    large = StepPlan(5, (), (), tuple(range(400)), tuple(range(400)), ())
+    result = executor.launch(large).wait()
+    executor.close()
+    assert isinstance(result, StepFailed)
+    assert "does not fit a ring of 1000" in result.error
+    assert ran == []

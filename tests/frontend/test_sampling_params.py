@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, SamplingParams
+from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, SamplingParams, Vocabulary
 from surefoot.protocol.messages import GenerateRequest, Sampling
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    vocab_size: int = 100
-    eos_ids: tuple[int, ...] = (2, 3)
-
-
 def request_of(params: SamplingParams, prompt: tuple[int, ...] = (5, 6, 7), max_model_len: int = 10) -> GenerateRequest:
-    return params.to_request(1, prompt, Vocabulary(), max_model_len, default_seed=42)
+    return params.to_request(1, prompt, Vocabulary(100, (2, 3)), max_model_len, default_seed=42)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +112,27 @@ def test_ids_and_lengths_are_checked_against_the_model(params, prompt, param):
     with pytest.raises(ParameterError) as caught:
         request_of(params, prompt)
     assert caught.value.param == param
+
+
+def request(params: SamplingParams, default_seed: int = 1) -> GenerateRequest:
+    return params.to_request(1, [5], Vocabulary(50, (2, -1, 50, 7)), 100, default_seed)
+
+
+def test_ids_that_the_model_does_not_have_never_reach_it() -> None:
+    """A tokenizer, or its config, may name more than the embedding has."""
+    assert request(SamplingParams()).stop_ids == (2, 7)
+    with pytest.raises(ParameterError, match="stop_token_ids has token id 50; the model has ids from 0 to 49"):
+        request(SamplingParams(stop_token_ids=[50]))
+    with pytest.raises(ParameterError, match="prompt has token id 99"):
+        SamplingParams().to_request(1, [99], Vocabulary(50, ()), 100, 1)
+
+
+def test_numbers_that_would_overflow_on_the_way_are_brought_into_range() -> None:
+    assert request(SamplingParams(top_k=2**70)).sampling.top_k == 50
+    assert request(SamplingParams(temperature=1e-38)).sampling.temperature == 0
+    assert request(SamplingParams(), default_seed=2**63 + 4).sampling.seed == 4
+
+
+def test_stop_token_ids_are_few() -> None:
+    with pytest.raises(ParameterError, match="at most 64 ids"):
+        SamplingParams(stop_token_ids=list(range(65)))

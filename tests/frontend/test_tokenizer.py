@@ -188,3 +188,15 @@ def test_the_default_tokenizer_is_light(default_model_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
+
+
+def test_text_that_is_not_unicode_is_refused(default_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="lone surrogates"):
+        default_tokenizer.encode("caf\udce9", add_special_tokens=False)
+
+
+def test_the_longest_token_bounds_the_length_of_a_text(default_tokenizer: Tokenizer) -> None:
+    longest = default_tokenizer.longest_token
+    for text in (" " * 5000, "=" * 5000, "a" * 5000, "\u4f60" * 500, "-" * 777):
+        ids = default_tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) >= len(text) // longest

@@ -270,7 +270,7 @@ def test_one_line_is_logged_per_request(with_server, caplog):
     with caplog.at_level("INFO", logger="surefoot.http"):
         with_server(test)
     [line] = [record.message for record in caplog.records if record.name == "surefoot.http"]
-    assert line.startswith("abc 200 completed: 3 prompt tokens (2 cached), 16 output tokens, ")
+    assert line.startswith("abc /v1/completions completed: 3 prompt tokens (2 cached), 16 output tokens, ")
     assert line.endswith(" s, length")
 
 

@@ -29,7 +29,8 @@ def locate(model: str) -> tuple[Path, CheckpointFormat]:
         directory = model.rpartition("/")[2]
         raise CheckpointError(
             f"{model!r} is not a path here. If it is a model of the Hugging Face hub: downloads from there are not "
-            f"supported yet. Run `hf download {model} --local-dir {directory}`, then give `{directory}` as the model."
+            f"supported yet. If it is of the Llama family, run `hf download {model} --local-dir {directory}`, then "
+            f"give `{directory}` as the model."
         )
     raise CheckpointError(f"there is no file or directory {path}; give a .gguf file or a directory with config.json")
 

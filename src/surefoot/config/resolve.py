@@ -72,6 +72,8 @@ def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, har
     bounds = _bounds(settings, model, layout, memory, chunk, conflicts)
     reasons += _bounds_reasons(settings, bounds, memory, layout)
     threads = choose("num_threads", settings.threads, hardware.num_cpus, "CPUs that this process may use")
+    if threads > hardware.num_cpus:
+        conflicts.append(f"--threads {threads} is more than the {hardware.num_cpus} CPUs of this process: lower it")
     if settings.disable_prefix_cache:
         reasons.append(Reason("prefix_cache", "off", "asked for"))
     lookahead = choose("lookahead", settings.lookahead, 1, "planning and sending overlap with the step")
@@ -169,7 +171,12 @@ def _bounds(
             f"{_gib(memory.budget)} of memory: lower it, or raise --mem-fraction"
         )
     needed = max(running, math.ceil(max_len / page_size))
-    if num_pages < needed:
+    if num_pages == 0:
+        conflicts.append(
+            f"{_gib(memory.budget)} of memory hold the weights ({_gib(memory.weights)}) and not one page of "
+            f"{page_size} tokens: raise --mem-fraction"
+        )
+    elif num_pages < needed:
         conflicts.append(
             f"the KV cache has {num_pages} pages of {page_size} tokens ({_gib(memory.budget)} of memory, less "
             f"{_gib(memory.weights)} of weights), and --max-model-len {max_len} with --max-running-requests {running} "

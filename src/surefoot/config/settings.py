@@ -5,6 +5,7 @@ A value comes from the first of: command-line flag, environment variable SUREFOO
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
 import types
@@ -19,9 +20,23 @@ from msgspec import Meta, Struct
 ENVIRONMENT_PREFIX = "SUREFOOT_"
 CACHE = Path.home() / ".cache" / "surefoot"
 
+# Settings that mean nothing without a server.
+OF_SERVER = {"host", "port", "api_key", "served_model_name", "drain_seconds", "record_dir", "log_level"}
+
 Auto = Literal["auto"]
 AutoPositive = Annotated[int, Meta(ge=1)] | Auto
 AutoFraction = Annotated[float, Meta(gt=0, lt=1)] | Auto
+
+
+def limit_openmp_spinning() -> None:
+    """To be called before torch is first imported, here or in the process that will be started.
+
+    By default a thread of libgomp that waits for the others spins for milliseconds. If another program has one of the
+    CPUs, the thread that is waited for does not get the one that is wasted so: steps become many times slower
+    (docs/log.md). What the user has set stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 
 class SettingsError(ValueError):
@@ -62,8 +77,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     ] = 0
     host: Annotated[str, _help("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _help("port to listen on; 0 takes a free one")] = 8000
-    api_key: Annotated[str, _help("key that clients must send as a bearer token; empty asks for none")] = ""
-    drain_seconds: Annotated[float, Meta(ge=0), _help("how long running requests may go on after SIGTERM")] = 30.0
+    api_key: Annotated[
+        str, Meta(pattern="^[!-~]*$"), _help("key that clients must send as a bearer token; empty asks for none")
+    ] = ""
+    drain_seconds: Annotated[float, Meta(ge=0, le=1e6), _help("how long running requests may go on after SIGTERM")] = (
+        30.0
+    )
     record_dir: Annotated[str, _help("directory of the flight recorder")] = str(CACHE / "records")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("what is logged")] = "info"
 
@@ -77,6 +96,7 @@ class SettingInfo(Struct, frozen=True):
     allowed: str  # what it may be, in words
     default: str
     is_switch: bool
+    of_server: bool  # means nothing to the offline API, `chat` and `generate`
 
 
 def infos() -> tuple[SettingInfo, ...]:
@@ -89,6 +109,7 @@ def infos() -> tuple[SettingInfo, ...]:
             allowed=_allowed(hints[field.name]),
             default=str(field.default),
             is_switch=hints[field.name].__origin__ is bool,
+            of_server=field.name in OF_SERVER,
         )
         for field in msgspec.structs.fields(Settings)
     )
@@ -112,7 +133,9 @@ def load(flags: Mapping[str, Any], toml_file: str = "") -> Settings:
     for source, entries in sources:
         for name, value in entries.items():
             if name not in known:
-                problems.append(f"{_spelled(name, source)}: there is no such setting")
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f", did you mean {close[0]}?" if close else ""
+                problems.append(f"{_spelled(name, source)}: there is no such setting{hint}")
             elif name not in values:
                 try:
                     values[name] = msgspec.convert(value, _hints()[name], strict=False)
@@ -138,7 +161,7 @@ def _read_toml(path: str) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"--config {path} is not TOML: {error}") from error
 
 
@@ -162,6 +185,8 @@ def _allowed(hint: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
 
 
-def _bounds(meta: Meta) -> list[tuple[str, float]]:
+def _bounds(meta: Meta) -> list[tuple[str, float | str]]:
+    if meta.pattern is not None:
+        return [(f"of the form {meta.pattern}", "")]
     limits = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
     return [(sign, value) for sign, value in limits if value is not None]

@@ -7,6 +7,7 @@ parallel regions, which makes a decode step a tenth slower (docs/log.md).
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from surefoot.engine.flight_recorder import FlightRecorder, PlanRecord, ResultRe
 from surefoot.protocol.step_plan import StepDone, StepFailed, StepPlan, StepResult
 
 INNERMOST_FRAMES = 3
+
+log = logging.getLogger("surefoot.engine")
 
 
 class LaunchedStep:
@@ -32,6 +35,7 @@ class LaunchedStep:
         except Exception as error:
             frames = "".join(traceback.format_tb(error.__traceback__)[-INNERMOST_FRAMES:])
             result = StepFailed(self.plan.step_id, f"{type(error).__name__}: {error}\n{frames}")
+            log.error("step %d failed: %s", self.plan.step_id, result.error)
         self._recorder.record(ResultRecord(time.time(), result))
         return result
 
@@ -49,8 +53,13 @@ class ThreadExecutor:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Records the plan, then queues it."""
-        self._recorder.record(PlanRecord(time.time(), plan))
-        return LaunchedStep(plan, self._stream.submit(self.runner.run, plan), self._recorder)
+        future: Future[StepDone] = Future()
+        try:
+            self._recorder.record(PlanRecord(time.time(), plan))
+            future = self._stream.submit(self.runner.run, plan)
+        except ValueError as error:  # larger than the ring: it is not launched unrecorded
+            future.set_exception(error)
+        return LaunchedStep(plan, future, self._recorder)
 
     def close(self) -> None:
         self._stream.shutdown()

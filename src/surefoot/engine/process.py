@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -59,7 +59,8 @@ class LoadProgress:
             log.info("loading weights: %d of %d", done, total)
 
 
-def serve(start: StartEngine) -> None:
+def load(start: StartEngine) -> Callable[[], None]:
+    """Makes everything. Returns the loop, to be entered; raises ValueError for a checkpoint or a plan that is wrong."""
     plan = msgspec.json.decode(start.plan, type=EnginePlan)
     began = time.monotonic()
     events: Sender[Event] = Sender(start.event_address)
@@ -70,7 +71,7 @@ def serve(start: StartEngine) -> None:
     seconds = time.monotonic() - began
     log.info("weights loaded in %.1f s, %d threads", seconds, plan.num_threads)
     events.send([EngineReady(seconds, scheduler.stats())])
-    run(inbox, scheduler, executor, events, plan.lookahead)
+    return lambda: run(inbox, scheduler, executor, events, plan.lookahead)
 
 
 def main() -> int:
@@ -81,10 +82,11 @@ def main() -> int:
     logging.basicConfig(level=start.log_level.upper(), format=line, stream=sys.stderr)
     threading.Thread(target=_exit_with_supervisor, daemon=True).start()
     try:
-        serve(start)
-    except ValueError as error:  # what a checkpoint or a plan can be wrong in
+        serve = load(start)
+    except ValueError as error:
         log.error("%s", error)
         return EXIT_CANNOT_LOAD
+    serve()
     return EXIT_OK
 
 

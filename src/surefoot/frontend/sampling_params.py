@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from surefoot.protocol.messages import GenerateRequest, Sampling
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64  # they travel with every admission
 MAX_SEED = 2**63 - 1
+GREEDY_BELOW = 1e-5  # such a temperature is 0: logits divided by it overflow
 
 
 class ParameterError(ValueError):
@@ -26,21 +27,19 @@ class ContextTooLong(ParameterError):
     pass
 
 
-class Vocabulary(Protocol):
-    """The facts about a tokenizer that sampling needs."""
+class Vocabulary:
+    """The token ids that the model has: a tokenizer may have more, or fewer."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
+    def __init__(self, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(token for token in eos_ids if 0 <= token < vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a request is continued. Raises `ParameterError` on construction if a value is out of range."""
 
-    temperature: float = 1.0  # 0: always the most probable token
+    temperature: float = 1.0  # 0 (or less than 1e-5): always the most probable token
     top_k: int = 0  # draw from the k most probable tokens; 0 or -1: from all
     top_p: float = 1.0  # draw from the fewest tokens whose probabilities reach this sum
     min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
@@ -65,6 +64,9 @@ class SamplingParams:
         _require("stop", self.stop, not isinstance(self.stop, str), "a sequence of strings")
         _require("stop", list(self.stop), all(self.stop), "non-empty strings")
         _require("stop", list(self.stop), len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings")
+
+        count = len(self.stop_token_ids)
+        _require("stop_token_ids", f"{count} ids", count <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids")
 
     def to_request(
         self,
@@ -106,11 +108,11 @@ class SamplingParams:
             min_new_tokens=self.min_tokens,
             stop_ids=tuple(dict.fromkeys((*eos_ids, *self.stop_token_ids))),
             sampling=Sampling(
-                temperature=float(self.temperature),
-                top_k=max(0, self.top_k),
+                temperature=0.0 if self.temperature < GREEDY_BELOW else float(self.temperature),
+                top_k=max(0, min(self.top_k, vocabulary.vocab_size)),
                 top_p=float(self.top_p),
                 min_p=float(self.min_p),
-                seed=default_seed if self.seed is None else self.seed,
+                seed=default_seed % (MAX_SEED + 1) if self.seed is None else self.seed,
             ),
             cache_namespace="",
         )

@@ -31,14 +31,21 @@ class Tokenizer:
         self._template = template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = tuple(sorted(set(eos_ids)))  # any of them ends a text
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)  # characters
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text.
 
         `add_special_tokens` adds what the model expects around a text, usually a begin-of-text token. Say False for
-        the result of `apply_chat_template`, which has written its own.
+        the result of `apply_chat_template`, which has written its own. Raises ValueError for text that is not Unicode:
+        lone surrogates, as Python reads undecodable bytes.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            # Of its methods, only the one for batches lets other threads run meanwhile.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise ValueError("the text has lone surrogates: it was not valid UTF-8") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

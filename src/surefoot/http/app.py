@@ -60,7 +60,9 @@ def create_app(server_plan: ServerPlan, tokenizer: Tokenizer, client: EngineClie
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         error = ApiError(error.status_code, f"there is no {request.method} {request.url.path}")
-    return to_api_error(error).response()
+    api_error = to_api_error(error)
+    request.state.refusal = str(api_error)  # for the log
+    return api_error.response()
 
 
 def _models_router(service: Service) -> APIRouter:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from surefoot.frontend.sampling_params import ParameterError
 from surefoot.http.generation import GenerationResponse
 from surefoot.http.openai_schema import ChatBody
-from surefoot.http.service import Service, off_the_loop
+from surefoot.http.service import Service
 
 
 class ChatShape:
@@ -49,7 +49,10 @@ def chat_router(service: Service) -> APIRouter:
             text = service.tokenizer.apply_chat_template(messages, body.add_generation_prompt)
             return service.tokenizer.encode(text, add_special_tokens=False)
 
-        ids = await off_the_loop(sum(len(message["content"]) for message in messages), prompt_ids)
+        # A message is at least one token, so that many are as long as so many characters.
+        longest = service.tokenizer.longest_token
+        characters = sum(len(message["content"]) for message in messages) + longest * len(messages)
+        ids = await service.tokenize(characters, "messages", prompt_ids)
         return GenerationResponse(service, request, body, [service.sequence(ids, params)], ChatShape())
 
     return router

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from surefoot.frontend.sampling_params import ParameterError
 from surefoot.http.generation import GenerationResponse
 from surefoot.http.openai_schema import COMPLETION_MAX_TOKENS, CompletionBody
-from surefoot.http.service import Service, off_the_loop
+from surefoot.http.service import Service
 
 
 class CompletionShape:
@@ -52,7 +52,9 @@ def completion_router(service: Service) -> APIRouter:
 async def _prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, list):
         return prompt
-    return await off_the_loop(len(prompt), lambda: service.tokenizer.encode(prompt, add_special_tokens=True))
+    return await service.tokenize(
+        len(prompt), "prompt", lambda: service.tokenizer.encode(prompt, add_special_tokens=True)
+    )
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from surefoot.http.errors import ApiError, to_api_error
 from surefoot.http.metrics import Metrics, Outcome
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_REQUEST_ID_CHARACTERS = 128
 TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES} bytes"
 GENERATION_PATHS = {"/v1/chat/completions", "/v1/completions"}
@@ -37,7 +37,7 @@ class Edge:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        scope.setdefault("state", {}).update(request_id=request_id, began=time.monotonic())
+        scope.setdefault("state", {}).update(request_id=request_id, began=time.monotonic(), refusal="")
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -55,9 +55,11 @@ class Edge:
                 log.exception("%s %s %s: unforeseen error", request_id, scope["method"], scope["path"])
             if status:
                 raise  # the answer has begun: the server closes the connection
-            await to_api_error(error).response()(scope, receive, send_with_id)
+            api_error = to_api_error(error)
+            scope["state"]["refusal"] = str(api_error)
+            await api_error.response()(scope, receive, send_with_id)
         if status >= 400 and scope["path"] in GENERATION_PATHS:
-            log.info("%s %d %s %s", request_id, status, scope["method"], scope["path"])
+            log.info("%s %d %s: %s", request_id, status, scope["path"], scope["state"]["refusal"])
             self._metrics.count_request(Outcome.REFUSED if status < 500 or status == 503 else Outcome.FAILED)
 
     def _check(self, path: str, headers: Headers) -> None:

@@ -57,11 +57,19 @@ class _Tally:
     """What has been generated for one HTTP request."""
 
     began: float  # time.monotonic() when the request arrived
-    prompt_tokens: int
-    output_tokens: int = 0
+    sequences: Sequence[tuple[GenerateRequest, TextStream]]
     cached_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
     last_text: dict[int, float] = field(default_factory=dict)  # sequence -> when its latest text came
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request, _ in self.sequences)
+
+    @property
+    def output_tokens(self) -> int:
+        """So far: an answer that is cut short has a count too."""
+        return sum(text.num_tokens for _, text in self.sequences)
 
     def usage(self) -> Json:
         return {
@@ -84,11 +92,12 @@ class GenerationResponse(Response):
         super().__init__()
         self._service = service
         self._request_id: str = request.state.request_id
+        self._path = request.url.path
         self._stream = body.stream
         self._include_usage = body.include_usage
         self._sequences = sequences
         self._shape = shape
-        self._tally = _Tally(request.state.began, sum(len(generate.prompt_ids) for generate, _ in sequences))
+        self._tally = _Tally(request.state.began, sequences)
         self._envelope = {"id": shape.id_prefix + uuid.uuid4().hex, "created": int(time.time()), "model": body.model}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,8 +178,7 @@ class GenerationResponse(Response):
                 else:
                     metrics.time_to_first_token.observe(now - tally.began)
                 tally.last_text[index] = now
-            case Ended(index, reason, output_tokens, cached_tokens):
-                tally.output_tokens += output_tokens
+            case Ended(index, reason, _, cached_tokens):
                 tally.cached_tokens += cached_tokens
                 tally.reasons.append(reason)
                 metrics.count_prompt(len(self._sequences[index][0].prompt_ids), cached_tokens)
@@ -181,8 +189,9 @@ class GenerationResponse(Response):
         self._service.metrics.count_request(outcome)
         self._service.metrics.request_seconds.observe(seconds)
         log.info(
-            "%s 200 %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
+            "%s %s %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
             self._request_id,
+            self._path,
             outcome,
             tally.prompt_tokens,
             tally.cached_tokens,

@@ -40,6 +40,7 @@ from surefoot.protocol.messages import Command, EngineReady, Event
 
 EXIT_OK, EXIT_ORPHANED, EXIT_CANNOT_START = 0, 1, 2
 MAX_LINE_BYTES = 16 * 1024 * 1024
+KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep idle connections: they should close first
 CLOSE_SECONDS = 5  # for connections that are still open when everything has been answered
 
 log = logging.getLogger("surefoot.http")
@@ -75,6 +76,7 @@ async def serve(lines: asyncio.StreamReader, start: StartFrontend, plan: ServerP
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=CLOSE_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
     server = Server(config)
     async with asyncio.TaskGroup() as group:
@@ -99,8 +101,8 @@ def listen(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise OSError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}. Choose another with --host or --port "
-            "(0 takes a free one), or end the process that uses it"
+            f"cannot listen on {host} port {port}: {os.strerror(error.errno) if error.errno else error}. "
+            "Choose another with --host or --port (0 takes a free one)"
         ) from error
 
 

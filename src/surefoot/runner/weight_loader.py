@@ -18,6 +18,7 @@ from surefoot.models.registry import weight_rules
 from surefoot.models.weights import Source, WeightRules, check_names
 from surefoot.quant.gguf import dequantize
 
+FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 DUMMY_STD = 0.02  # of random weights: Llama's initialiser range
 
 
@@ -45,6 +46,8 @@ class SafetensorsTensors:
 
     def __init__(self, directory: Path) -> None:
         infos = tensor_infos(directory)
+        if wrong := [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in FLOAT_DTYPES]:
+            raise ValueError(f"{directory}: tensors that are not plain floating-point numbers: {', '.join(wrong)}")
         self.shapes = {name: info.shape for name, info in infos.items()}
         self._files = {name: info.file for name, info in infos.items()}
         self._open = {file: safe_open(file, framework="pt") for file in sorted(set(self._files.values()))}

@@ -347,7 +347,7 @@ class Scheduler:
         for request in step.decoding + step.prefilling:
             request.rows_in_flight -= 1
             if not request.ended:
-                finished.append(self._end(request, FinishReason.ERROR, result.error))
+                finished.append(self._end(request, FinishReason.ERROR, result.error.partition("\n")[0]))
         return TokenBatch((), (), tuple(finished), "", self.stats())
 
     def _end(self, request: Request, reason: FinishReason, detail: str = "") -> Finished:

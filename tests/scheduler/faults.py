@@ -50,9 +50,9 @@ FAULTS = (
         scheduler,
         (
             (
-                "finished.append(self._end(request, FinishReason.ERROR, result.error))",
+                "finished.append(self._end(request, FinishReason.ERROR, result",
                 "request.num_computed = min(request.num_planned, len(request.tokens)); self._keep_prefix(request); "
-                "finished.append(self._end(request, FinishReason.ERROR, result.error))",
+                "finished.append(self._end(request, FinishReason.ERROR, result",
             ),
         ),
         shows_in_tokens=True,

@@ -180,7 +180,7 @@ def test_names_are_defined(page: Path) -> None:
 
 def test_the_rule_for_names_finds_dead_ones() -> None:
     assert is_defined("KVCache.sink_page")
-    assert is_defined("Bounds.logits_rows")
+    assert is_defined("Bounds.kv_tokens")
     assert is_defined("GATHER_TOKENS")
     assert resolves("surefoot.engine.loop.run")
     assert not is_defined("KVCache.sink_pages")

@@ -19,16 +19,6 @@ class Bounds(Struct, frozen=True):
         return -(-self.max_model_len // self.page_size)
 
     @property
-    def max_step_tokens(self) -> int:
-        """Every slot decodes, and a full prefill chunk besides."""
-        return self.max_running_requests + self.chunked_prefill_size
-
-    @property
-    def logits_rows(self) -> int:
-        """Rows of a step that sample: each belongs to another slot."""
-        return self.max_running_requests
-
-    @property
     def kv_tokens(self) -> int:
         return self.num_pages * self.page_size
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 from msgspec import Struct
 
+from surefoot.checkpoint.locate import CheckpointFormat
 from surefoot.config.bounds import Bounds
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import ModelSpec
 
-CheckpointFormat = Literal["gguf", "safetensors"]
 LoadFormat = Literal["checkpoint", "dummy"]
 LinearKernel = Literal["fp16_packed", "dense"]
 

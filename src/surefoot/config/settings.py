@@ -11,14 +11,14 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from surefoot.checkpoint.default_model import DEFAULT_CACHE_DIR
+
 ENVIRONMENT_PREFIX = "SUREFOOT_"
-CACHE = Path.home() / ".cache" / "surefoot"
 
 # Settings that mean nothing without a server.
 OF_SERVER = {"host", "port", "api_key", "served_model_name", "drain_seconds", "record_dir", "log_level"}
@@ -55,7 +55,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["checkpoint", "dummy"], _help("'dummy' makes random weights from the seed instead of reading them")
     ] = "checkpoint"
-    model_cache: Annotated[str, _help("directory where the default model is kept")] = str(CACHE / "models")
+    model_cache: Annotated[str, _help("directory where the default model is kept")] = str(DEFAULT_CACHE_DIR)
     device: Annotated[Literal["auto", "cpu"], _help("where the model runs")] = "auto"
     dtype: Annotated[Literal["auto", "float32"], _help("number format of activations and KV cache")] = "auto"
     weight_dtype: Annotated[
@@ -83,7 +83,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     drain_seconds: Annotated[float, Meta(ge=0, le=1e6), _help("how long running requests may go on after SIGTERM")] = (
         30.0
     )
-    record_dir: Annotated[str, _help("directory of the flight recorder")] = str(CACHE / "records")
+    record_dir: Annotated[str, _help("directory of the flight recorder")] = str(DEFAULT_CACHE_DIR.parent / "records")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("what is logged")] = "info"
 
 

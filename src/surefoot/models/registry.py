@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surefoot.config.engine_plan import CheckpointFormat
+from surefoot.checkpoint.locate import CheckpointFormat
 from surefoot.config.model_spec import ModelSpec
 from surefoot.models.weights import LLAMA_GGUF, LLAMA_SAFETENSORS, WeightRules, llama_rules
 

@@ -44,10 +44,10 @@ class ModelRunner:
         """Raises what the step raises; ValueError, before anything is launched, if the plan exceeds a bound."""
         try:
             logits, rows = self.forward(plan)
+            token_ids, finite = sample(logits, rows, self._table)
         except Exception:
             self._table.disown((*plan.decode_slots, *(row.slot for row in plan.prefill)))
             raise
-        token_ids, finite = sample(logits, rows, self._table)
         self._table.last_token[torch.tensor(rows.slots, dtype=torch.int64)] = token_ids
         path = self.path(plan, rows.kind).key
         return StepDone(plan.step_id, tuple(token_ids.tolist()), tuple(finite.tolist()), path)

@@ -39,7 +39,8 @@ class Stream(threading.Thread):
             "ignore_eos": True,
             "stream": True,
         }
-        self.began = threading.Event()
+        self.answered = threading.Event()  # the headers have come, or nothing will
+        self.began = threading.Event()  # a first event has come, or nothing will
         self.events: list[Any] = []
         self.status = 0
         self.broken = ""
@@ -49,13 +50,15 @@ class Stream(threading.Thread):
         try:
             with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
                 self.status = response.status_code
+                self.answered.set()
                 for line in response.iter_lines():
                     if line.startswith("data: "):
                         self.events.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
                         self.began.set()
-        except httpx.RemoteProtocolError as error:  # the frontend was killed
+        except httpx.TransportError as error:  # the frontend has ended
             self.broken = str(error)
         finally:
+            self.answered.set()
             self.began.set()
 
     def finish_reasons(self) -> list[str]:
@@ -66,26 +69,36 @@ class Stream(threading.Thread):
         return [event for event in self.events if isinstance(event, dict) and "error" in event]
 
 
+def open_streams(server: Server, count: int, max_tokens: int = 100) -> list[Stream]:
+    """All of them answered, the first one with an event."""
+    streams = [Stream(server, max_tokens) for _ in range(count)]
+    streams[0].began.wait(30)
+    for stream in streams:
+        assert stream.answered.wait(30)
+    return streams
+
+
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tiny_llama: TinyLlama, log: Path) -> None:
-    with Server(log, model=tiny_llama.path, **TIGHT) as server:
+    with Server(log, model=tiny_llama.path, **ONE_BY_ONE) as server:
         children = server.child(FRONTEND), server.child(ENGINE)
-        streams = [Stream(server) for _ in range(12)]
-        for stream in streams[:4]:
-            stream.began.wait(30)
-        assert server.stop() == 0
+        streams = open_streams(server, 3, max_tokens=400)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log())
+        late = Stream(server)
+        late.join(10)
+        assert late.status == 503
+        assert server.process.wait(30) == 0
         for stream in streams:
             stream.join(10)
-        begun = [stream for stream in streams if stream.status == 200]
-        assert len(begun) >= 4
-        assert all(stream.finish_reasons() == ["length"] and not stream.errors() for stream in begun)
-        assert all(stream.status in (200, 503) for stream in streams)
+            assert stream.status == 200
+            assert stream.finish_reasons() == ["length"]
+            assert not stream.errors()
         wait_dead(*children)
 
 
 def test_the_deadline_of_a_drain_ends_what_still_runs(tiny_llama: TinyLlama, log: Path) -> None:
     with Server(log, model=tiny_llama.path, **dict(TIGHT, max_running_requests=1), drain_seconds=0) as server:
-        streams = [Stream(server) for _ in range(6)]
-        streams[0].began.wait(30)
+        streams = open_streams(server, 6)
         assert server.stop() == 0
         for stream in streams:
             stream.join(10)
@@ -99,8 +112,7 @@ def test_killing_the_engine_ends_every_stream_once_and_the_server_with_its_own_c
 ) -> None:
     with Server(log, model=tiny_llama.path, **TIGHT, **SLOW_START) as server:
         frontend, engine = server.child(FRONTEND), server.child(ENGINE)
-        streams = [Stream(server) for _ in range(8)]
-        streams[0].began.wait(30)
+        streams = open_streams(server, 8)
         os.kill(engine, signal.SIGKILL)
         for stream in streams:
             stream.join(20)
@@ -118,8 +130,7 @@ def test_the_engine_may_die_while_the_server_drains(tiny_llama: TinyLlama, log: 
     """Its streams end at once, not at the deadline of the drain."""
     with Server(log, model=tiny_llama.path, **ONE_BY_ONE, drain_seconds=300) as server:
         engine = server.child(ENGINE)
-        streams = [Stream(server, max_tokens=480) for _ in range(4)]
-        streams[0].began.wait(30)
+        streams = open_streams(server, 4, max_tokens=480)
         server.process.send_signal(signal.SIGTERM)
         os.kill(engine, signal.SIGKILL)
         for stream in streams:

@@ -34,6 +34,7 @@ from surefoot.config.engine_plan import EnginePlan, ServerPlan
 from surefoot.config.planning import plan_engine
 from surefoot.config.resolve import server_plan
 from surefoot.config.settings import Settings, limit_openmp_spinning
+from surefoot.evidence import logs
 from surefoot.protocol.control import (
     Drain,
     EngineDied,
@@ -54,9 +55,7 @@ log = logging.getLogger("surefoot.launch")
 
 def serve(settings: Settings, console: Console) -> int:
     """Runs a server until it is told to stop. Returns the exit code; raises ValueError if the plan cannot be made."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logs.set_up(settings.log_level)
     plan = server_plan(settings, plan_engine(settings, console))
     print_plan(plan.engine, console)
     limit_openmp_spinning()

@@ -21,6 +21,7 @@ from surefoot.config.engine_plan import EnginePlan
 from surefoot.engine.executor import ThreadExecutor
 from surefoot.engine.flight_recorder import FlightRecorder
 from surefoot.engine.loop import run
+from surefoot.evidence import logs
 from surefoot.protocol.channel import Receiver, Sender
 from surefoot.protocol.control import StartEngine
 from surefoot.protocol.messages import Abort, Command, EngineReady, Event, Stop, Submit
@@ -78,8 +79,7 @@ def main() -> int:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)  # the supervisor decides when the engine ends
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=StartEngine)
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=start.log_level.upper(), format=line, stream=sys.stderr)
+    logs.set_up(start.log_level)
     threading.Thread(target=_exit_with_supervisor, daemon=True).start()
     try:
         serve = load(start)

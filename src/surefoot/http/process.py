@@ -23,6 +23,7 @@ import uvloop
 from msgspec import Struct
 
 from surefoot.config.engine_plan import ServerPlan
+from surefoot.evidence import logs
 from surefoot.frontend.engine_client import EngineClient
 from surefoot.frontend.tokenizer import load_tokenizer
 from surefoot.http.app import create_app
@@ -147,8 +148,7 @@ async def run() -> int:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     start = msgspec.json.decode(await lines.readline(), type=StartFrontend)
     plan = msgspec.json.decode(start.plan, type=ServerPlan)
-    level = plan.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.set_up(plan.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return await serve(lines, start, plan)
 

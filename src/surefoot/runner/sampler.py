@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -29,17 +27,13 @@ class SamplingRows:
             owner.stop_ids if position < owner.min_tokens else ()
             for owner, position in zip(owners, self.positions, strict=True)
         )
-        self.kind = _kind([owner.sampling.greedy for owner in owners], [owner.sampling.truncates for owner in owners])
-        if any(self.banned):
+        self.greedy = all(owner.sampling.greedy for owner in owners)
+        if not owners:
+            self.kind = SamplerKind.NONE
+        elif any(self.banned) or any(owner.sampling.truncates for owner in owners):
             self.kind = SamplerKind.FULL
-
-
-def _kind(greedy: Sequence[bool], truncates: Sequence[bool]) -> SamplerKind:
-    if not greedy:
-        return SamplerKind.NONE
-    if all(greedy):
-        return SamplerKind.GREEDY
-    return SamplerKind.FULL if any(truncates) else SamplerKind.PLAIN
+        else:
+            self.kind = SamplerKind.GREEDY if self.greedy else SamplerKind.PLAIN
 
 
 def sample(logits: Tensor, rows: SamplingRows, table: RequestTable) -> tuple[Tensor, Tensor]:
@@ -50,7 +44,7 @@ def sample(logits: Tensor, rows: SamplingRows, table: RequestTable) -> tuple[Ten
     for row, banned in enumerate(rows.banned):
         if banned:
             logits[row, list(banned)] = -torch.inf
-    if all(table.owners[slot].sampling.greedy for slot in rows.slots):
+    if rows.greedy:
         return logits.argmax(-1), finite
     slots = torch.tensor(rows.slots)
     temperatures = table.temperature[slots]

@@ -1,6 +1,7 @@
 # Two commands do everything: `make serve` and `make test`. Both set up .venv first, and skip what is there.
 #   make serve ARGS="--port 8001 --model model.gguf"
 #   make test-full    the slow suites too
+#   make test-compat  other programs' clients against the server, in .venv-compat
 #   make check        ruff, mypy, import-linter, style check
 #   make bench        the benchmarks that need no other server
 
@@ -9,16 +10,19 @@ ARGS ?=
 BIN := .venv/bin
 TORCH := torch==2.13.0
 
-.PHONY: serve test test-full check bench setup setup-dev clean
+.PHONY: serve test test-full test-compat check bench setup setup-dev clean
 
 serve: setup
 	$(BIN)/surefoot serve $(ARGS)
 
 test: setup-dev check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not compat"
 
 test-full: setup-dev check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not compat"
+
+test-compat: setup-dev .venv-compat/installed
+	$(BIN)/python -m pytest -m compat
 
 check: setup-dev
 	$(BIN)/ruff format --check src tests tools benchmarks
@@ -48,5 +52,11 @@ setup-dev: .venv/installed-dev
 	$(BIN)/pip install --disable-pip-version-check -q $(TORCH) -e '.[dev]'
 	@touch $@
 
+.venv-compat/installed: tests/compat/requirements.txt
+	@echo "--- installing lm-eval and guidellm into .venv-compat (some minutes)"
+	$(PYTHON) -m venv .venv-compat
+	.venv-compat/bin/pip install --disable-pip-version-check -q $(TORCH) -r tests/compat/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-compat build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

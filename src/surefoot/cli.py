@@ -1,186 +1,273 @@
-"""The command line: `surefoot serve | chat | generate`. Flags of settings are generated from config.settings."""
+"""The command line: what each command is for, which flags it has, and what its exit code is.
+
+What a command does is in `commands`, imported only when it runs: `surefoot --help` and `surefoot plan` load no torch.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
+import os
+import shutil
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
 
+import shtab
 from rich.console import Console
 from rich.markup import escape
 
 from surefoot import __version__
+from surefoot.commands import flags
+from surefoot.commands.flags import Arguments
 from surefoot.config import settings as settings_module
-from surefoot.config.settings import Settings
-from surefoot.frontend.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from surefoot.llm import LLM
+from surefoot.config.settings import limit_openmp_spinning
 
 EXIT_BAD_INPUT = 2
-SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "new tokens at most"),
-    "temperature": (float, "0 takes the most probable token; 1 draws from the model's own distribution"),
-    "top_k": (int, "draw from the k most probable tokens; 0 is all"),
-    "top_p": (float, "draw from the fewest tokens that reach this probability"),
-    "min_p": (float, "drop tokens less probable than this share of the most probable one"),
-    "min_tokens": (int, "new tokens before an end-of-text token"),
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: who read the output has left
+WIDEST_HELP = 100
+SHELLS = ("bash", "zsh", "fish")
+
+COMMANDS = {
+    "serve": "serve a model over the OpenAI API",
+    "chat": "talk to a model in the terminal",
+    "generate": "continue prompts, or answer a file of requests",
+    "plan": "show what serve would do here, without loading the weights",
+    "completion": "print a script that completes commands in your shell",
+}
+USAGE = {
+    "serve": "[MODEL] [flags]",
+    "chat": "[MODEL] [flags]",
+    "generate": "[MODEL] [PROMPT ...] [flags]",
+    "plan": "[MODEL] [flags]",
+    "completion": "SHELL",
 }
 
-GENERATE_SAMPLING = {"temperature": 0.0}
-CHAT_SAMPLING = {"temperature": 0.6, "top_p": 0.9}  # small models repeat themselves without
+ROOT_EXAMPLES = """\
+surefoot serve model.gguf --port 8001
+surefoot chat
+surefoot generate "The capital of France is" --max-tokens 8
+surefoot plan model.gguf --max-model-len 4096
+eval "$(surefoot completion bash)"
+
+MODEL is a GGUF file, the directory of a Hugging Face model, or its id on the
+hub (org/name). Without it, SmolLM2-135M-Instruct runs: 98 MB, fetched once."""
+
+MORE = """\
+`surefoot COMMAND --help` has more examples and all flags.
+Docs are in the source tree: README.md to begin with, docs/settings.md for the
+settings, docs/http.md for the API, docs/architecture.md for the design."""
+
+EXAMPLES = {
+    "serve": """\
+surefoot serve                       the default model on 127.0.0.1:8000
+surefoot serve model.gguf --port 8001
+surefoot serve org/name --max-model-len 4096 --max-running-requests 64
+SUREFOOT_API_KEY=secret surefoot serve --config surefoot.toml""",
+    "chat": """\
+surefoot chat                        type /help there for what else it does
+surefoot chat model.gguf --temperature 0
+surefoot chat --url http://127.0.0.1:8000/v1
+echo "What is the capital of France?" | surefoot chat""",
+    "generate": """\
+surefoot generate "The capital of France is" --max-tokens 8
+surefoot generate model.gguf "Once upon a time" "In 1912" --temperature 0.8
+surefoot generate --stop . < prompts.txt
+surefoot generate -i requests.jsonl -o answers.jsonl
+
+A first argument that has a slash, ends in .gguf or names a directory here is
+the MODEL. With --model, all arguments are prompts.""",
+    "plan": """\
+surefoot plan                        the default model on this machine
+surefoot plan model.gguf --max-running-requests 256 --max-model-len 8192
+surefoot plan model.gguf --json | jq .bounds
+
+Takes the flags of `serve`. Exits with 2 if the configuration cannot work.""",
+    "completion": """\
+eval "$(surefoot completion bash)"   for this shell, or as a line of ~/.bashrc
+surefoot completion zsh > ~/.zfunc/_surefoot
+surefoot completion fish > ~/.config/fish/completions/surefoot.fish""",
+}
+
+BATCH = """\
+A line of FILE is {"prompt": "..."} or {"messages": [...]}, with any field of
+the API and perhaps an "id"; or it is a line of an OpenAI batch: {"custom_id",
+"method", "url", "body"}. Answers are lines in the same order. A line that is
+wrong gets its error as its answer. Sampling flags fill in what a line leaves
+out."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """As wide as the terminal, but no wider than is easy to read."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(WIDEST_HELP, shutil.get_terminal_size().columns) - 2
+        super().__init__(prog, max_help_position=30, width=width)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        """Commands are listed without a headline of their own."""
+        if isinstance(action, argparse._SubParsersAction):
+            return "".join(map(self._format_action, action._get_subactions()))
+        return super()._format_action(action)
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="surefoot", description="An LLM serving engine.")
-    root.add_argument("--version", action="version", version=f"surefoot {__version__}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, help: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-
-    _add_settings(command("serve", "serve a model over the OpenAI API"), for_server=True)
-
-    chat = command("chat", "talk to a model in the terminal, without a server")
-    _add_settings(chat, for_server=False)
-    _add_sampling(chat, CHAT_SAMPLING)
-
-    generate = command("generate", "continue prompts, arguments or lines of standard input, without a server")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT")
-    _add_settings(generate, for_server=False)
-    _add_sampling(generate, GENERATE_SAMPLING)
-    return root
+    return _parsers()[0]
 
 
-def _add_settings(command: argparse.ArgumentParser, for_server: bool) -> None:
-    group = command.add_argument_group(
-        "settings", f"also from a TOML file, or from the environment as {settings_module.ENVIRONMENT_PREFIX}<NAME>"
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Of everything, and of each command."""
+    root = argparse.ArgumentParser(
+        prog="surefoot",
+        usage="surefoot COMMAND [flags]",
+        description="An LLM serving engine that decides once, proves its paths, and keeps evidence.",
+        formatter_class=HelpFormatter,
+        add_help=False,
     )
-    group.add_argument("--config", metavar="FILE", default="", help="TOML file with settings by name")
-    for info in settings_module.infos():
-        if info.of_server and not for_server:
-            continue
-        note = f"{info.help} [{info.default or 'none'}]".replace("%", "%%")
-        if info.is_switch:
-            group.add_argument(info.flag, action="store_true", default=None, help=info.help)
-        else:
-            group.add_argument(info.flag, dest=info.name, metavar="VALUE", help=note)
+    subparsers = root.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", prog="surefoot"
+    )
+    root.add_argument_group("examples", ROOT_EXAMPLES)
+    more = root.add_argument_group("more", MORE)
+    more.add_argument("--version", action="version", version=f"surefoot {__version__}", help="show the version")
+    _add_help(more)
+    commands = {}
+    for name, add_flags in (
+        ("serve", _add_serve),
+        ("chat", _add_chat),
+        ("generate", _add_generate),
+        ("plan", _add_plan),
+        ("completion", _add_completion),
+    ):
+        what = COMMANDS[name]
+        commands[name] = subparsers.add_parser(
+            name,
+            usage=f"surefoot {name} {USAGE[name]}",
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        commands[name].add_argument_group("examples", EXAMPLES[name])
+        add_flags(commands[name])
+        _add_help(commands[name].add_argument_group("more"))
+    return root, commands
 
 
-def _add_sampling(command: argparse.ArgumentParser, defaults: dict[str, float]) -> None:
-    group = command.add_argument_group("sampling")
-    for name, (kind, text) in SAMPLING_FLAGS.items():
-        default = defaults.get(name)
-        note = text if default is None else f"{text} [{default}]"
-        group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N", default=default, help=note)
-    group.add_argument("--sampling-seed", dest="sampling_seed", type=int, metavar="N", help="same seed, same output")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+def _add_help(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-h", "--help", action="help", help="show this text")
 
 
-def _settings(arguments: dict[str, Any]) -> Settings:
-    names = {info.name for info in settings_module.infos()}
-    given = {name: value for name, value in arguments.items() if name in names and value is not None}
-    return settings_module.load(given, arguments["config"])
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    flags.add_settings(command, settings_module.infos(), model_argument=True)
 
 
-def _sampling(arguments: dict[str, Any]) -> SamplingParams:
-    given = {name: arguments[name] for name in SAMPLING_FLAGS if arguments[name] is not None}
-    return SamplingParams(**given, seed=arguments["sampling_seed"], stop=tuple(arguments["stop"]))
+def _add_chat(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("conversation")
+    group.add_argument("--url", metavar="URL", default="", help="talk to this server instead of loading a model")
+    group.add_argument("--api-key", metavar="KEY", help="key of that server [none]")
+    group.add_argument("--system", metavar="TEXT", default="", help="system message to begin with")
+    flags.add_settings(command, _offline_settings(), model_argument=True)
+    flags.add_sampling(command, flags.CHAT_DEFAULTS)
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("prompts")
+    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; without any, lines of stdin")
+    group = command.add_argument_group("batches", BATCH)
+    flags.complete_files(group.add_argument("-i", "--input", metavar="FILE", help="JSONL file of requests; - is stdin"))
+    flags.complete_files(group.add_argument("-o", "--output", metavar="FILE", help="file of answers [stdout]"))
+    group.add_argument("--resume", action="store_true", help="go on where an earlier run has stopped")
+    flags.add_settings(command, _offline_settings("served_model_name"), model_argument=False)
+    flags.add_sampling(command, flags.GENERATE_DEFAULTS)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    flags.add_settings(command, settings_module.infos(), model_argument=True)
+
+
+def _add_completion(command: argparse.ArgumentParser) -> None:
+    command.add_argument_group("shells").add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def _offline_settings(*also: str) -> list[settings_module.SettingInfo]:
+    return [info for info in settings_module.infos() if not info.of_server or info.name in also]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    root = parser()
+    argv = sys.argv[1:] if argv is None else argv
+    root, commands = _parsers()
+    if not argv:
+        root.print_help(sys.stderr)
+        return EXIT_BAD_INPUT
+    if not argv[0].startswith("-") and argv[0] not in commands:
+        root.error(f"there is no command {argv[0]}{_meant(argv[0], commands)}`surefoot --help` lists all")
     known, unknown = root.parse_known_args(argv)
-    if unknown:
-        root.error(f"there is no {unknown[0]}{_meant(unknown[0], known.command)}")
     arguments = vars(known)
+    command = commands[known.command]
+    if known.command == "generate":  # prompts after flags
+        known.prompts += [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
+    if unknown:
+        command.error(_what_is(unknown[0], known.command, commands))
     console = Console(stderr=True)
     try:
-        settings = _settings(arguments)
-        match arguments["command"]:
-            case "serve":
-                from surefoot import launch
-
-                return launch.serve(settings, console)
-            case "chat":
-                return _chat(settings, _sampling(arguments), console)
-            case _:
-                return _generate(settings, _sampling(arguments), arguments["prompts"], console)
+        if known.command == "completion":
+            print(shtab.complete(root, known.shell))
+            return 0
+        return _run(arguments, console)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not fail
+        return EXIT_BROKEN_PIPE
     except (ValueError, OSError) as error:  # settings, checkpoints, plans, parameters and files: it has the way out
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
-def _meant(flag: str, command: str) -> str:
-    flags = [info.flag for info in settings_module.infos()] + ["--" + name.replace("_", "-") for name in SAMPLING_FLAGS]
-    close = difflib.get_close_matches(flag.partition("=")[0], flags, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f": {hint}`surefoot {command} --help` lists all flags"
+def _run(arguments: Arguments, console: Console) -> int:
+    if arguments["command"] == "generate":
+        arguments = flags.split_model(arguments)
+    settings = flags.settings_of(arguments)
+    limit_openmp_spinning()
+    match arguments["command"]:
+        case "serve":
+            from surefoot import launch
+
+            return launch.serve(settings, console)
+        case "plan":
+            from surefoot.commands import plan
+
+            return plan.run(settings, arguments["json"], console)
+        case "chat":
+            from surefoot.commands import chat
+
+            return chat.run(settings, arguments, console)
+        case _:
+            from surefoot.commands import generate
+
+            return generate.run(settings, arguments, console)
 
 
-def _load(settings: Settings, console: Console) -> LLM:
-    with console.status("loading the model"):
-        from surefoot import LLM
-
-        return LLM(settings)
-
-
-def _generate(settings: Settings, params: SamplingParams, prompts: list[str], console: Console) -> int:
-    if not prompts and sys.stdin.isatty():
-        console.print("prompts, one a line; Ctrl-D ends:")
-    wanted = prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    if not all(wanted) or not wanted:
-        raise ValueError("there is no prompt: give it as an argument, or one a line on standard input")
-    with _load(settings, console) as llm:
-        with console.status(f"generating {len(wanted)} completions"):
-            completions = llm.generate(wanted, params)
-        for prompt, completion in zip(wanted, completions, strict=True):
-            print(prompt + completion.text)
-    return 0
+def _what_is(word: str, name: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """The error about a word of the command line that command `name` does not take."""
+    flag = word.partition("=")[0]
+    see = f"`surefoot {name} --help` lists all flags"
+    if not flag.startswith("-"):
+        return f"unexpected argument {word!r}: {see}"
+    others = [other for other, command in commands.items() if flag in flags.of_command(command)]
+    if others:
+        return f"{flag} means nothing to {name}, it is a flag of {', '.join(others)}: {see}"
+    return f"there is no {flag}{_meant(flag, flags.of_command(commands[name]))}{see}"
 
 
-def _chat(settings: Settings, params: SamplingParams, console: Console) -> int:
-    with contextlib.suppress(ImportError):  # not in every build of Python: line editing, history, long lines
-        import readline  # noqa: F401
-    with _load(settings, console) as llm:
-        console.print(f"{llm.plan.served_model_name}: Ctrl-D ends, Ctrl-C stops an answer.")
-        messages: list[dict[str, str]] = []
-        while (text := _ask(console)) is not None:
-            if not text:
-                continue
-            messages.append({"role": "user", "content": text})
-            answer = ""
-            try:
-                for piece in llm.stream_chat(messages, params):
-                    print(piece, end="", flush=True)
-                    answer += piece
-            except KeyboardInterrupt:
-                pass
-            except ValueError as error:  # the conversation has outgrown the context, say
-                console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-                messages.pop()
-                continue
-            print()
-            messages.append({"role": "assistant", "content": answer})
-    return 0
-
-
-def _ask(console: Console) -> str | None:
-    """The next line, None at the end of input."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "").strip()
-        except KeyboardInterrupt:
-            console.print("\nCtrl-D ends")
-        except EOFError:
-            if sys.stdin.isatty():
-                print()
-            return None
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {close[0]}? " if close else ": "
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import queue
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +25,15 @@ from surefoot.config.planning import plan_engine
 from surefoot.config.settings import Settings, SettingsError
 from surefoot.engine.executor import ThreadExecutor
 from surefoot.engine.flight_recorder import FlightRecorder
-from surefoot.engine.loop import run
-from surefoot.frontend.detokenizer import TextStream
+from surefoot.engine.loop import Inbox, Outbox, run
+from surefoot.frontend.output import Output, Score, ScoredToken, scores
 from surefoot.frontend.sampling_params import SamplingParams, Vocabulary
 from surefoot.frontend.tokenizer import load_tokenizer
 from surefoot.protocol.messages import (
     Abort,
     Event,
     Finished,
-    FinishReason,
-    GenerateRequest,
+    Logprobs,
     Refused,
     Submit,
     TokenBatch,
@@ -57,23 +56,60 @@ class Completion:
     token_ids: tuple[int, ...]  # a stop id that ended it is the last one
     finish_reason: Literal["stop", "length"]
     cached_tokens: int  # prompt tokens that came from the prefix cache
+    logprobs: tuple[ScoredToken, ...]  # one for each of `token_ids`, if they were asked for
+    prompt_logprobs: tuple[Score, ...]  # one for each of `prompt_ids` from the second on, if they were asked for
 
 
 class _Sequence:
     """One request on its way."""
 
-    def __init__(self, request: GenerateRequest, text: TextStream, on_text: Callable[[str], None]) -> None:
-        self.request = request
-        self.stream = text
-        self.on_text = on_text
-        self.pieces: list[str] = []
-        self.token_ids: list[int] = []
+    def __init__(self, output: Output, on_text: Callable[[str], None]) -> None:
+        self.output = output
+        self.prompt_logprobs: list[Logprobs] = []
+        self._on_text = on_text
+        self._pieces: list[str] = []
+        self._logprobs: list[ScoredToken] = []
 
-    def push(self, tokens: list[int], finished: bool, drop_last: bool) -> None:
-        piece = self.stream.push(tokens, finished, drop_last)
-        if piece:
-            self.pieces.append(piece)
-            self.on_text(piece)
+    def push(self, tokens: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished | None) -> None:
+        piece = self.output.push(tokens, logprobs, finished)
+        self._logprobs += piece.tokens
+        if piece.text:
+            self._pieces.append(piece.text)
+            self._on_text(piece.text)
+
+    def completion(self, finished: Finished) -> Completion:
+        return Completion(
+            prompt_ids=self.output.request.prompt_ids,
+            text="".join(self._pieces),
+            token_ids=tuple(self.output.token_ids),
+            finish_reason=self.output.finish_reason(finished),
+            cached_tokens=finished.cached_tokens,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(scores(self.prompt_logprobs)),
+        )
+
+
+class AnswerStream(Iterator[str]):
+    """The text of one answer as it comes. Closing it, or leaving the loop over it, aborts the request."""
+
+    def __init__(self, pieces: Generator[str, None, None], sequence: _Sequence) -> None:
+        self._pieces = pieces
+        self._sequence = sequence
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._sequence.output.request.prompt_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """So far; a stop id counts."""
+        return len(self._sequence.output.token_ids)
 
 
 class _Session:
@@ -101,8 +137,8 @@ class _Session:
             yield self._aborts.popleft()
         while self._todo and len(self._alive) < self._places:
             sequence = self._todo.popleft()
-            self._alive[sequence.request.id] = sequence
-            yield Submit(sequence.request)
+            self._alive[sequence.output.request.id] = sequence
+            yield Submit(sequence.output.request)
 
     def send(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -115,32 +151,23 @@ class _Session:
 
     def _take(self, batch: TokenBatch) -> None:
         ended = {finished.request_id: finished for finished in batch.finished}
+        logprobs = {part.request_id: part for part in batch.logprobs}
+        for part in batch.prompt_logprobs:
+            self._alive[part.request_id].prompt_logprobs.append(part)
         for request_id, token in zip(batch.request_ids, batch.token_ids, strict=True):
             sequence = self._alive[request_id]
-            if sequence.stream.stopped:
+            if sequence.output.stopped:
                 continue  # its abort is on the way
-            sequence.token_ids.append(token)
-            finished = ended.get(request_id)
-            stop_id = finished is not None and finished.reason is FinishReason.STOP
-            sequence.push([token], finished is not None, stop_id)
-            if sequence.stream.stopped and finished is None:
+            scored = [logprobs[request_id]] if request_id in logprobs else []
+            sequence.push([token], scored, ended.get(request_id))
+            if sequence.output.stopped and request_id not in ended:
                 self._aborts.append(Abort(request_id))
         for finished in batch.finished:
-            self._end(finished)
-
-    def _end(self, finished: Finished) -> None:
-        sequence = self._alive.pop(finished.request_id)
-        stopped = sequence.stream.stopped or finished.reason is FinishReason.STOP
-        if finished.reason is FinishReason.ERROR or (finished.reason is FinishReason.ABORTED and not stopped):
-            self.failures.append(finished.detail or "aborted")
-            return
-        self.completions[finished.request_id] = Completion(
-            prompt_ids=sequence.request.prompt_ids,
-            text="".join(sequence.pieces),
-            token_ids=tuple(sequence.token_ids),
-            finish_reason="stop" if stopped else "length",
-            cached_tokens=finished.cached_tokens,
-        )
+            sequence = self._alive.pop(finished.request_id)
+            if sequence.output.is_complete(finished):
+                self.completions[finished.request_id] = sequence.completion(finished)
+            else:
+                self.failures.append(finished.detail or "aborted")
 
 
 class LLM:
@@ -179,17 +206,20 @@ class LLM:
         sequences = [
             self._sequence(prompt, wanted, lambda text: None) for prompt, wanted in zip(many, each, strict=True)
         ]
-        session = self._run(_Session(sequences, self._places))
-        return [session.completions[sequence.request.id] for sequence in sequences]
+        session = self._run(_Session(sequences, self.places))
+        return [session.completions[sequence.output.request.id] for sequence in sequences]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams = SamplingParams()) -> Completion:  # noqa: B008
         """Answers a conversation: messages with `role` and `content`."""
         return self.generate([self._chat_ids(messages)], params)[0]
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-        """The answer's text as it comes. Leaving the iterator early aborts the request."""
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> AnswerStream:
+        """The same as it comes. Raises what `generate` raises before anything runs; GenerationError from its pieces."""
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        session = _Session([self._sequence(self._chat_ids(messages), params, pieces.put)], self._places)
+        sequence = self._sequence(self._chat_ids(messages), params, pieces.put)
+        return AnswerStream(self._pieces(_Session([sequence], self.places), pieces), sequence)
+
+    def _pieces(self, session: _Session, pieces: queue.SimpleQueue[str | None]) -> Generator[str, None, None]:
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -214,6 +244,14 @@ class LLM:
         if failures:
             raise failures[0]
 
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        """Tokens of the prompt that a conversation becomes."""
+        return len(self._chat_ids(messages))
+
+    def serve(self, inbox: Inbox, outbox: Outbox) -> None:
+        """Runs the engine's loop in this thread over commands from elsewhere, until `inbox` has closed."""
+        run(inbox, self.scheduler, self._executor, outbox, self.plan.lookahead)
+
     def close(self) -> None:
         self._executor.close()
         self._recorder.close()
@@ -226,12 +264,13 @@ class LLM:
         self.close()
 
     @property
-    def _places(self) -> int:
+    def places(self) -> int:
+        """Requests that the engine takes at once: running and waiting ones."""
         return self.plan.bounds.max_running_requests + self.plan.bounds.max_queued_requests
 
     def _run(self, session: _Session) -> _Session:
         try:
-            run(session, self.scheduler, self._executor, session, self.plan.lookahead)
+            self.serve(session, session)
         except BaseException:
             # Ctrl-C, say: requests are left half done. A step in flight cannot hurt those of the next scheduler, which
             # come after it on the same stream.
@@ -251,7 +290,7 @@ class LLM:
         request = params.to_request(
             request_id, prompt_ids, self._vocabulary, self.plan.bounds.max_model_len, default_seed
         )
-        return _Sequence(request, TextStream(self.tokenizer, tuple(params.stop)), on_text)
+        return _Sequence(Output(request, params, self.tokenizer), on_text)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -46,8 +46,10 @@ def fill_everything(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("f16", MATRIX.astype(np.float16))
     writer.add_tensor("norm", MATRIX[0, :5].copy())
     writer.add_tensor("experts", MATRIX.reshape(3, 4, 16))
-    for type_ in (Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q8_0):
+    for type_ in (Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0):
         writer.add_tensor(type_.name, gguf.quants.quantize(MATRIX, type_), raw_dtype=type_)
+    for type_ in (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K):
+        writer.add_tensor(type_.name, np.full((3, 2 * gguf.GGML_QUANT_SIZES[type_][1]), 7, np.uint8), raw_dtype=type_)
 
 
 @pytest.fixture
@@ -164,7 +166,10 @@ HUGE = struct.pack("<Q", 1 << 60)
         (header(values=1) + key("general.alignment", 4) + struct.pack("<I", 0), "general.alignment is 0"),
         (header(values=1) + key("split.count", 2) + struct.pack("<H", 3), "one of 3 parts.*--merge"),
         (header(tensors=1) + key("t", 9) + HUGE, "tensor 't' has 9 dimensions"),
-        (header(tensors=1) + key("t", 1) + struct.pack("<QIQ", 256, 12, 0), "type Q4_K; supported are F32, F16, Q4_0"),
+        (
+            header(tensors=1) + key("t", 1) + struct.pack("<QIQ", 256, 20, 0),
+            "type IQ4_NL; supported are F32, F16, Q4_0",
+        ),
         (header(tensors=1) + key("t", 1) + struct.pack("<QIQ", 33, 8, 0), r"type Q8_0 cannot have the shape \(33,\)"),
         (header(tensors=1) + key("t", 1) + HUGE + struct.pack("<IQ", 0, 0), "is truncated: tensor 't'"),
         (header(tensors=1) + key("t", 1) + struct.pack("<QI", 1, 0) + HUGE, "is truncated: tensor 't'"),

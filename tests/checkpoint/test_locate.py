@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from surefoot.checkpoint.errors import CheckpointError
-from surefoot.checkpoint.locate import locate
+from surefoot.checkpoint.locate import HubModel, locate
+from surefoot.config import settings
+from surefoot.config.planning import plan_engine
 
 
 def directory_with(tmp_path: Path, *names: str) -> Path:
@@ -51,9 +54,27 @@ def test_refusals_say_what_to_give(tmp_path: Path, names: tuple[str, ...], model
     assert str(tmp_path) in str(caught.value)
 
 
-def test_hub_ids_are_recognised() -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"of the Llama family, run `hf download org/Name-1\.5B --local-dir Name-1",
-    ):
-        locate("org/Name-1.5B")
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        ("org/Name-1.5B", HubModel("org/Name-1.5B", "", "")),
+        ("org/Name-GGUF:Q4_K_M", HubModel("org/Name-GGUF", "", "Q4_K_M")),
+        ("org/Name-GGUF/sub/m.Q8_0.gguf", HubModel("org/Name-GGUF", "sub/m.Q8_0.gguf", "")),
+    ],
+)
+def test_names_on_the_hub(model: str, expected: HubModel) -> None:
+    assert HubModel.parse(model) == expected
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["name", "./org/name", "/org/name", "~/org/name", "models/m.gguf", "models/model.safetensors", "a/b/c", "a/b:", ""],
+)
+def test_what_can_only_be_a_path(model: str) -> None:
+    assert HubModel.parse(model) is None
+
+
+def test_a_revision_of_what_is_here_is_refused(tmp_path: Path) -> None:
+    directory_with(tmp_path, "config.json")
+    with pytest.raises(CheckpointError, match="--revision v1 means nothing for"):
+        plan_engine(settings.load({"model": str(tmp_path), "revision": "v1"}), Console(quiet=True))

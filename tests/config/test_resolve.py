@@ -10,24 +10,34 @@ import pytest
 from surefoot.config import settings
 from surefoot.config.engine_plan import CheckpointRef, EnginePlan
 from surefoot.config.hardware import HardwareSpec
-from surefoot.config.model_spec import ModelSpec, NoRopeScaling
+from surefoot.config.model_spec import LayerKind, ModelSpec, NoRopeScaling, Rope
 from surefoot.config.resolve import PlanError, resolve
 
 GIB = 2**30
+ROPE = Rope(100000.0, NoRopeScaling(), 64)
 SMOLLM2 = ModelSpec(
     family="llama",
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,
-    num_layers=30,
     num_heads=9,
     num_kv_heads=3,
     head_dim=64,
+    layer_kinds=(LayerKind(0, ROPE),),
+    layers=(0,) * 30,
     norm_eps=1e-5,
-    rope_theta=100000.0,
-    rope_scaling=NoRopeScaling(),
     max_context=8192,
     tied_embeddings=True,
+    activation="silu",
+    qkv_bias=False,
+    attention_out_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    post_norms=False,
+    embedding_scale=1.0,
+    attention_scale=64**-0.5,
+    attention_softcap=0.0,
+    logits_softcap=0.0,
 )
 DESKTOP = HardwareSpec(
     machine="x86_64", cpu_name="a desktop", cpu_features=("avx2", "fma", "f16c"), num_cpus=8, memory_available=16 * GIB
@@ -58,12 +68,50 @@ def test_memory_adds_up() -> None:
     """Pages, weights and what running rows need stay within the budget, and use nearly all of it."""
     for memory in (2 * GIB, 16 * GIB, 700 * GIB):
         made = plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=memory))
-        kv = made.bounds.kv_tokens * made.kv_layout.bytes_per_token
+        (kv_bytes,) = made.kv_layout.bytes_per_token
+        kv = made.bounds.kv_tokens * kv_bytes
         weights = 2 * (SMOLLM2.num_linear_weights + 2 * SMOLLM2.vocab_size * SMOLLM2.hidden_size)
-        rows = made.bounds.max_running_requests * SMOLLM2.vocab_size * 32
+        rows = (made.bounds.max_running_requests * 32 + made.bounds.count_rows * 5) * SMOLLM2.vocab_size
         budget = 0.4 * memory
         assert 0.95 * budget < kv + weights + rows < budget
-        assert made.kv_layout.bytes_per_token == 46080
+        assert made.kv_layout.bytes_per_token == (46080,)
+
+
+GEMMA = msgspec.structs.replace(
+    SMOLLM2, layer_kinds=(LayerKind(512, ROPE), LayerKind(0, ROPE)), layers=(0, 0, 0, 0, 0, 1) * 5
+)
+
+
+def test_a_window_needs_fewer_pages() -> None:
+    """Of 30 layers, 25 see 512 tokens: far more tokens fit, the windowed group has pages for windows and chunks, and
+    all groups stay within the budget and use nearly all of it."""
+    for memory in (16 * GIB, 700 * GIB):
+        hardware = msgspec.structs.replace(DESKTOP, memory_available=memory)
+        plain, made = (
+            plan(hardware=hardware, max_running_requests=8),
+            plan(model=GEMMA, hardware=hardware, max_running_requests=8),
+        )
+        windowed, whole = made.bounds.kv_groups
+        assert whole.num_pages > 4 * plain.bounds.kv_groups[0].num_pages
+        assert windowed.num_pages == 2 * 8 * made.bounds.most_pages(windowed, 8192)
+        assert made.bounds.most_pages(windowed, 8192) == (512 + 256) // 16 + 1
+        assert made.bounds.most_pages(whole, 8192) == 512
+        of_windowed, of_whole = made.kv_layout.bytes_per_token
+        assert (of_windowed, of_whole) == (25 * 1536, 5 * 1536)
+        kv = 16 * (windowed.num_pages * of_windowed + whole.num_pages * of_whole)
+        weights = 2 * (SMOLLM2.num_linear_weights + 2 * SMOLLM2.vocab_size * SMOLLM2.hidden_size)
+        rows = (8 * 32 + made.bounds.count_rows * 5) * SMOLLM2.vocab_size
+        assert 0.95 * 0.4 * memory < kv + weights + rows < 0.4 * memory
+
+
+def test_windows_alone_get_the_whole_memory() -> None:
+    only = msgspec.structs.replace(SMOLLM2, layer_kinds=(LayerKind(4096, ROPE),))
+    assert plan(model=only).bounds.kv_groups[0].num_pages == plan().bounds.kv_groups[0].num_pages
+
+
+def test_a_small_cache_is_not_larger_for_windows() -> None:
+    made = plan(model=GEMMA, kv_cache_tokens=1024, max_model_len=1024, max_running_requests=8)
+    assert [group.num_pages for group in made.bounds.kv_groups] == [64, 64]
 
 
 def test_running_requests_follow_the_pages() -> None:
@@ -103,6 +151,12 @@ def test_conflicts_come_together_each_with_a_way_out() -> None:
         plan(max_model_len=8192, kv_cache_tokens=4096, max_running_requests=1)
     with pytest.raises(PlanError, match="not one page of 16 tokens: raise --mem-fraction"):
         plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=GIB // 4))
+
+
+def test_more_penalised_than_running_requests_are_refused() -> None:
+    with pytest.raises(PlanError, match="--max-penalised-requests 9 is more than the 8 requests that may run"):
+        plan(max_running_requests=8, max_penalised_requests=9)
+    assert plan(max_running_requests=8).bounds.count_rows == 8
 
 
 def test_more_threads_than_cpus_are_refused() -> None:

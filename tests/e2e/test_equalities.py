@@ -15,6 +15,7 @@ import pytest
 
 from surefoot import LLM, SamplingParams
 from tests.e2e.conftest import TIGHT
+from tests.e2e.gauges import PREEMPTIONS, PREFIX_HITS, value
 from tests.e2e.server import Server
 from tests.tiny import TinyLlama
 
@@ -22,7 +23,7 @@ STEM = [(3 * i * i + i) % 280 + 10 for i in range(60)]
 
 
 def requests() -> list[dict[str, Any]]:
-    """24 prompts, of which most share a prefix of 0 to 60 tokens; greedy and seeded draws of every sampler kind."""
+    """27 prompts, of which most share a prefix of 0 to 60 tokens; greedy and seeded draws of every sampler kind."""
     rng = random.Random(7)
     samplings: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -30,9 +31,13 @@ def requests() -> list[dict[str, Any]]:
         {"temperature": 0.7, "seed": 6, "top_k": 20},
         {"temperature": 1.3, "seed": 7, "top_p": 0.8, "min_p": 0.01},
         {"temperature": 0, "min_tokens": 12},
+        {"temperature": 0, "repetition_penalty": 1.4},
+        {"temperature": 0.9, "seed": 8, "frequency_penalty": 0.7, "presence_penalty": -0.5},
+        {"temperature": 0, "logit_bias": {"40": 3, "50": -100}},
+        {"temperature": 0.8, "seed": 9, "logprobs": 3},
     ]
     made = []
-    for number in range(24):
+    for number in range(27):
         prompt = STEM[: rng.choice([0, 8, 17, 40, 60])] + [rng.randrange(10, 300) for _ in range(rng.randrange(1, 30))]
         made.append({"prompt": prompt, "max_tokens": rng.randrange(12, 36), **samplings[number % len(samplings)]})
     return made
@@ -46,7 +51,9 @@ def answers(model: Path, weight_dtype: str) -> list[str]:
         out = []
         for request in requests():
             params = {name: value for name, value in request.items() if name != "prompt"}
-            out.append(llm.generate([request["prompt"]], SamplingParams(**params))[0].text)
+            bias = {int(token): value for token, value in params.pop("logit_bias", {}).items()}
+            params = SamplingParams(**params, logit_bias=bias)
+            out.append(llm.generate([request["prompt"]], params)[0].text)
         return out
 
 
@@ -102,13 +109,13 @@ def test_answers_do_not_depend_on_how_they_were_computed(
         body = {"model": server.model_name, **requests()[1]}
         alone = httpx.post(f"{server.url}/v1/completions", json=body).json()
         assert alone["choices"][0]["text"] == wanted[1]
-        metrics, paths = server.metrics(), server.paths()
-        assert metrics["surefoot_preemptions_total"] > 0
-        assert metrics["surefoot_cached_prompt_tokens_total"] > 0
+        paths = server.paths()
+        assert value(server, PREEMPTIONS) > 0
+        assert value(server, PREFIX_HITS) > 0
         for kind in ("decode/none", "mixed/some", "mixed/none"):
             assert any(path.startswith(kind) for path in paths), (kind, paths)
         assert all(f"/torch/{linear_kernel}/" in path for path in paths), paths
-        for sampler in ("greedy", "plain", "full"):
+        for sampler in ("greedy/none", "plain/none", "full/none", "full/output"):
             assert any(path.endswith(sampler) for path in paths), (sampler, paths)
         assert server.stop() == 0
 

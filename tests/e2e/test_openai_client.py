@@ -63,8 +63,8 @@ def test_completions_and_stop(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty") as bad:
-        client.chat.completions.create(model=MODEL, messages=FRANCE, frequency_penalty=0.5)
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty is 2.5") as bad:
+        client.chat.completions.create(model=MODEL, messages=FRANCE, frequency_penalty=2.5)
     assert bad.value.param == "frequency_penalty"
     with pytest.raises(openai.BadRequestError, match="8192"):
         client.completions.create(model=MODEL, prompt="hello " * 9000)

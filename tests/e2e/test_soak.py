@@ -1,104 +1,53 @@
-"""64 clients with random lengths, stop strings and disconnects: every request ends once, every page comes back."""
+"""Random traffic of 64 clients while the engine is killed: every request ends once, nothing leaks."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-import time
-from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e import gauges
+from tests.e2e.conftest import TIGHT
+from tests.e2e.faulty import FaultyServer
+from tests.e2e.server import wait_until
+from tests.e2e.soak import DEATHS, FRONTEND, REFUSALS, RESULTS, Soak, open_files
+from tests.tiny import TinyLlama
 
-CLIENTS = 64
-
-
-async def client_life(client: httpx.AsyncClient, server: Server, number: int, rounds: int, ends: Counter[str]) -> None:
-    rng = random.Random(number)
-    for _ in range(rounds):
-        prompt = list(range(20, 20 + rng.choice([8, 24, 40]))) + [
-            rng.randrange(10, 300) for _ in range(rng.randrange(1, 40))
-        ]
-        body = {
-            "model": server.model_name,
-            "prompt": prompt,
-            "max_tokens": rng.randrange(1, 128 - len(prompt)),
-            "temperature": rng.choice([0, 0.8, 1.5]),
-            "stop": rng.sample(["a", "e", "x", "1", "2", "th"], rng.randrange(0, 5)) or None,
-            "stream": True,
-        }
-        leaves_after = rng.choice([0, 1, 3, 10**6, 10**6, 10**6])
-        try:
-            await one_stream(client, body, leaves_after, ends)
-        except httpx.ReadTimeout:
-            ends["timeout"] += 1
+MAX_GROWTH_MIB = {"supervisor": 8, "frontend": 40, "engine": 80}
+SPARE_FILES = 4
 
 
-async def one_stream(client: httpx.AsyncClient, body: dict[str, object], leaves_after: int, ends: Counter[str]) -> None:
-    reasons: list[str] = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            ends[f"status {response.status_code}"] += 1
-            return
-        events = 0
-        done = 0
-        async for line in response.aiter_lines():
-            if events >= leaves_after:
-                ends["left"] += 1
-                return
-            if line == "data: [DONE]":
-                done += 1
-            elif line.startswith("data: "):
-                events += 1
-                reason = json.loads(line[6:])["choices"][0]["finish_reason"]
-                reasons += [reason] if reason else []
-    assert len(reasons) == 1, reasons
-    assert done == 1
-    ends[reasons[0]] += 1
+@pytest.fixture
+def server(tiny_llama: TinyLlama, log: Path) -> Iterator[FaultyServer]:
+    """Prefix cache, chunks of 16 tokens, lookahead 1, and a cache so small that requests are preempted."""
+    settings = dict(TIGHT, chunked_prefill_size=16, lookahead=1, max_restarts=10_000)
+    with FaultyServer(log, model=tiny_llama.path, **settings) as running:
+        yield running
 
 
-def soak(server: Server, rounds: int) -> Counter[str]:
-    async def run() -> Counter[str]:
-        ends: Counter[str] = Counter()
-        limits = httpx.Limits(max_connections=CLIENTS)
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
-            await asyncio.gather(*(client_life(client, server, number, rounds, ends) for number in range(CLIENTS)))
-        return ends
+@pytest.mark.parametrize(
+    "seconds, kill_every",
+    [
+        pytest.param(30, 10, id="short"),
+        pytest.param(15 * 60, 60, id="long", marks=pytest.mark.slow),
+    ],
+)
+def test_soak(server: FaultyServer, seconds: float, kill_every: float, capsys: pytest.CaptureFixture[str]) -> None:
+    processes = {"supervisor": server.process.pid, "frontend": server.child(FRONTEND)}
+    files = {role: open_files(pid) for role, pid in processes.items()}
+    soak = Soak(server, seconds, kill_every)
+    asyncio.run(soak.run())
+    with capsys.disabled():
+        print(f"\n{soak.summary()}")
 
-    return asyncio.run(run())
-
-
-def check_ledger(server: Server) -> None:
-    """When nothing runs, every page is free or in the prefix tree. An abort may still be on its way: wait a little."""
-    deadline = time.monotonic() + 10
-    while True:
-        metrics = server.metrics()
-        idle = metrics["surefoot_requests_running"] == metrics["surefoot_requests_waiting"] == 0
-        if idle or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    assert idle, "requests are left in the engine"
-    free, cached = metrics["surefoot_kv_pages_free"], metrics["surefoot_kv_pages_cached"]
-    assert free + cached == metrics["surefoot_kv_pages"]
-
-
-def test_every_request_ends_once_and_the_pages_add_up(tight_server: Server) -> None:
-    ends = soak(tight_server, rounds=3)
-    assert ends.total() == 3 * CLIENTS
-    assert ends["left"] > 20
-    assert ends["stop"] > 20
-    assert ends["length"] > 20
-    assert set(ends) <= {"left", "stop", "length"}, ends
-    check_ledger(tight_server)
-    assert tight_server.metrics()["surefoot_preemptions_total"] > 0
-
-
-@pytest.mark.slow
-def test_a_long_soak(tight_server: Server) -> None:
-    ends = soak(tight_server, rounds=60)
-    assert ends.total() == 60 * CLIENTS
-    assert set(ends) <= {"left", "stop", "length"}, ends
-    check_ledger(tight_server)
+    assert soak.kills == seconds // kill_every - 1
+    assert set(soak.ends) <= RESULTS | REFUSALS | DEATHS | {"left"}, soak.ends
+    assert min(soak.ends[end] for end in ("stop", "length", "left", "refused 400", "error event")) > 0, soak.ends
+    gauges.check_pages(server)
+    for role, pid in processes.items():
+        wait_until(lambda pid=pid, role=role: open_files(pid) <= files[role] + SPARE_FILES)  # type: ignore[misc]
+    for memory in soak.memory.values():
+        assert memory.growth() <= MAX_GROWTH_MIB[memory.role], soak.summary()
+    assert server.stop() == 0

@@ -20,7 +20,7 @@ def test_a_plan_is_on_disk_before_it_runs(tmp_path: Path) -> None:
 
     def run(step: StepPlan) -> StepDone:
         seen.append(list(read_records(tmp_path / "ring")))
-        return StepDone(step.step_id, (1,), (True,), "path")
+        return StepDone(step.step_id, (1,), (True,), (), (), "path")
 
     executor = ThreadExecutor(lambda: Mock(run=run), FlightRecorder(tmp_path / "ring"))
     result = executor.launch(plan(1)).wait()
@@ -30,7 +30,7 @@ def test_a_plan_is_on_disk_before_it_runs(tmp_path: Path) -> None:
     assert record.plan == plan(1)
     after = list(read_records(tmp_path / "ring"))[-1]
     assert isinstance(after, ResultRecord)
-    assert after.result == result == StepDone(1, (1,), (True,), "path")
+    assert after.result == result == StepDone(1, (1,), (True,), (), (), "path")
 
 
 def test_launch_returns_before_the_step_ran_and_steps_run_in_order(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_launch_returns_before_the_step_ran_and_steps_run_in_order(tmp_path: Pat
     def run(step: StepPlan) -> StepDone:
         gate.wait(10)
         ran.append(step.step_id)
-        return StepDone(step.step_id, (), (), "")
+        return StepDone(step.step_id, (), (), (), (), "")
 
     executor = ThreadExecutor(lambda: Mock(run=run), FlightRecorder(tmp_path / "ring"))
     launched = [executor.launch(plan(step_id)) for step_id in (1, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: TinyLlama) -> Iterator[LLM]:
-    settings = {"weight_dtype": "float32", "max_running_requests": 2, "max_queued_requests": 1, "kv_cache_tokens": 512}
+    settings = {
+        "weight_dtype": "float32",
+        "max_running_requests": 2,
+        "max_queued_requests": 1,
+        "kv_cache_tokens": 512,
+        "threads": 1,
+    }
     with LLM(str(tiny_llama.path), **settings) as made:
         yield made
 
@@ -88,8 +95,50 @@ def test_a_streamed_chat_is_the_chat_and_may_be_left(llm: LLM) -> None:
     messages = [{"role": "user", "content": "the lazy dog"}]
     assert "".join(llm.stream_chat(messages, GREEDY)) == llm.chat(messages, GREEDY).text
     stream = llm.stream_chat(messages, SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
-    next(stream)
+    assert next(stream)
     stream.close()
+    assert list(stream) == []
     assert not llm.scheduler.has_work
     invariants.check(llm.scheduler)
     assert llm.chat(messages, GREEDY).text
+
+
+def test_a_streamed_chat_counts_its_tokens(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the lazy dog"}]
+    whole = llm.chat(messages, GREEDY)
+    stream = llm.stream_chat(messages, GREEDY)
+    assert (stream.prompt_tokens, stream.output_tokens) == (len(whole.prompt_ids), 0)
+    assert "".join(stream) == whole.text
+    assert stream.output_tokens == len(whole.token_ids)
+    assert llm.count_tokens(messages) == len(whole.prompt_ids)
+
+
+def test_a_stream_that_cannot_be_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong):
+        llm.stream_chat([{"role": "user", "content": "the lazy dog" * 400}], GREEDY)
+    assert not llm.scheduler.has_work
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM, tiny_llama: TinyLlama) -> None:
+    prompt = [30, 31, 32]
+    asked = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+    (completion,) = llm.generate([prompt], asked)
+    tokens = [*prompt, *completion.token_ids]
+    expected = tiny_llama.logits(tokens[:-1]).log_softmax(-1)
+    assert [token.id for token in completion.logprobs] == list(completion.token_ids)
+    told = [score.logprob for score in completion.prompt_logprobs]
+    told += [token.score.logprob for token in completion.logprobs]
+    assert told == pytest.approx([float(expected[at, token]) for at, token in enumerate(tokens[1:])], abs=1e-3)
+    assert all(token.score.top[0][0] == token.id and len(token.score.top) == 2 for token in completion.logprobs)
+    plain = llm.generate([prompt], GREEDY)[0]
+    assert (plain.logprobs, plain.prompt_logprobs) == ((), ())
+
+
+def test_how_special_tokens_and_stop_strings_are_shown_is_the_callers_choice(llm: LLM) -> None:
+    stop_id = llm.generate([[30, 31]], GREEDY)[0].token_ids[2]
+    until = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop_token_ids=(stop_id,))
+    shown = replace(until, include_stop_str_in_output=True)
+    hidden, whole = (llm.generate([[30, 31]], params)[0] for params in (until, shown))
+    assert hidden.token_ids == whole.token_ids
+    assert whole.text == llm.tokenizer.decode(whole.token_ids)
+    assert hidden.text == llm.tokenizer.decode(whole.token_ids[:-1])

@@ -9,7 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from surefoot.frontend.detokenizer import IncrementalDecoder, StopFinder, TextStream
+from surefoot.frontend.detokenizer import IncrementalDecoder, StopFinder
+from surefoot.frontend.output import Output
+from surefoot.frontend.sampling_params import SamplingParams, Vocabulary
+from surefoot.protocol.messages import Finished, FinishReason
 
 TEXTS = [
     "Hello, world! The quick brown fox.",
@@ -72,9 +75,17 @@ def chunks(generator: random.Random, ids: Sequence[int]) -> list[list[int]]:
     return made
 
 
-def streamed(stream: TextStream, parts: Sequence[Sequence[int]]) -> str:
-    text = "".join(stream.push(part, False, False) for part in parts)
-    return text + stream.push((), True, False)
+ENDED = Finished(1, FinishReason.LENGTH, 0, "")
+
+
+def output(tokenizer: tokenizers.Tokenizer, stops: Sequence[str] = ()) -> Output:
+    params = SamplingParams(stop=stops)
+    return Output(params.to_request(1, [0], Vocabulary(1000, ()), 1000, 0), params, tokenizer)
+
+
+def streamed(stream: Output, parts: Sequence[Sequence[int]]) -> str:
+    text = "".join(stream.push(part, (), None).text for part in parts)
+    return text + stream.push((), (), ENDED).text
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
@@ -92,12 +103,12 @@ def test_pieces_add_up_to_the_whole_text(tokenizer, text):
     assert tokenizer.decode(ids) == text
     generator = random.Random(1)
     for _ in range(20):
-        assert streamed(TextStream(tokenizer, ()), chunks(generator, ids)) == text
+        assert streamed(output(tokenizer), chunks(generator, ids)) == text
 
 
 def test_no_piece_shows_part_of_a_character(tokenizer):
-    stream = TextStream(tokenizer, ())
-    pieces = [stream.push([token], False, False) for token in encode(tokenizer, "a 👩‍👩‍👧 日本 é")]
+    stream = output(tokenizer)
+    pieces = [stream.push([token], (), None).text for token in encode(tokenizer, "a 👩‍👩‍👧 日本 é")]
     assert "".join(pieces) == "a 👩‍👩‍👧 日本 é"
     assert not any("�" in piece for piece in pieces)
 
@@ -108,7 +119,7 @@ def test_random_bytes_equal_the_whole_decoding():
     generator = random.Random(2)
     for _ in range(300):
         ids = [generator.randrange(tokenizer.get_vocab_size()) for _ in range(generator.randrange(1, 120))]
-        assert streamed(TextStream(tokenizer, ()), chunks(generator, ids)) == tokenizer.decode(ids)
+        assert streamed(output(tokenizer), chunks(generator, ids)) == tokenizer.decode(ids)
 
 
 def test_random_words_and_specials_equal_the_whole_decoding():
@@ -119,15 +130,15 @@ def test_random_words_and_specials_equal_the_whole_decoding():
     units += [[byte + 2 for byte in character.encode()] for character in "€😀ñ語"]
     for _ in range(300):
         ids = [token for _ in range(generator.randrange(1, 100)) for token in generator.choice(units)]
-        assert streamed(TextStream(tokenizer, ()), chunks(generator, ids)) == tokenizer.decode(ids)
+        assert streamed(output(tokenizer), chunks(generator, ids)) == tokenizer.decode(ids)
 
 
 def test_an_unfinished_character_is_rendered_at_the_end(tokenizer):
     ids = encode(tokenizer, "ab 👩")[:-1]
-    stream = TextStream(tokenizer, ())
-    text = "".join(stream.push([token], False, False) for token in ids[:-1])
+    stream = output(tokenizer)
+    text = "".join(stream.push([token], (), None).text for token in ids[:-1])
     assert text == "ab "
-    assert text + stream.push(ids[-1:], True, False) == tokenizer.decode(ids)
+    assert text + stream.push(ids[-1:], (), ENDED).text == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("token", ["word", "garbage", "special"])
@@ -170,18 +181,18 @@ def test_the_cost_of_a_token_is_bounded(tokenizer, token):
 def test_stop_strings(tokenizer, text, stops, expected):
     ids = encode(tokenizer, text)
     for size in (1, 2, 3, len(ids)):
-        stream = TextStream(tokenizer, stops)
+        stream = output(tokenizer, stops)
         parts = [ids[start : start + size] for start in range(0, len(ids), size)]
         assert streamed(stream, parts) == expected == cut(text, stops)
         assert stream.stopped == (expected != text)
 
 
 def test_nothing_is_shown_that_may_begin_a_stop_string():
-    stream = TextStream(TOKENIZERS["byte-level"], ("STOP",))
-    pieces = [stream.push([token], False, False) for token in encode(TOKENIZERS["byte-level"], "aSTSTOPb")]
+    stream = output(TOKENIZERS["byte-level"], ("STOP",))
+    pieces = [stream.push([token], (), None).text for token in encode(TOKENIZERS["byte-level"], "aSTSTOPb")]
     assert pieces == ["a", "", "", "ST", "", "", "", ""]
     assert stream.stopped
-    assert stream.num_tokens == len("aSTSTOP")
+    assert len(stream.token_ids) == len("aSTSTOP")
 
 
 def test_fuzz_against_the_naive_reference(tokenizer):
@@ -193,11 +204,11 @@ def test_fuzz_against_the_naive_reference(tokenizer):
             for _ in range(generator.randrange(0, 4))
         )
         ids = encode(tokenizer, text)
-        stream = TextStream(tokenizer, stops)
+        stream = output(tokenizer, stops)
         assert streamed(stream, chunks(generator, ids)) == cut(text, stops), (text, stops)
         heads = (tokenizer.decode(ids[:count]) for count in range(len(ids)))
         needed = next((count for count, head in enumerate(heads) if cut(head, stops) != head), len(ids))
-        assert stream.num_tokens == needed, (text, stops)
+        assert len(stream.token_ids) == needed, (text, stops)
 
 
 def test_chunks_do_not_change_what_a_stop_finder_gives():
@@ -217,6 +228,7 @@ def test_a_stop_id_is_counted_but_not_rendered():
     tokenizer = TOKENIZERS["byte-level"]
     ids = encode(tokenizer, "hello!")
     for stops in ((), ("zzz",), ("!",)):
-        stream = TextStream(tokenizer, stops)
-        text = stream.push(ids[:-1], False, False) + stream.push(ids[-1:], True, True)
-        assert (text, stream.num_tokens, stream.stopped) == ("hello", len(ids), False)
+        stream = output(tokenizer, stops)
+        stop_id = Finished(1, FinishReason.STOP, 0, "")
+        text = stream.push(ids[:-1], (), None).text + stream.push(ids[-1:], (), stop_id).text
+        assert (text, len(stream.token_ids), stream.stopped) == ("hello", len(ids), False)

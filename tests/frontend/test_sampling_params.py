@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, SamplingParams, Vocabulary
-from surefoot.protocol.messages import GenerateRequest, Sampling
+from surefoot.frontend.sampling_params import (
+    ContextTooLong,
+    ParameterError,
+    Placement,
+    SamplingParams,
+    Vocabulary,
+    sibling_seed,
+)
+from surefoot.protocol.messages import NO_LOGPROBS, GenerateRequest, Sampling
 
 
 def request_of(params: SamplingParams, prompt: tuple[int, ...] = (5, 6, 7), max_model_len: int = 10) -> GenerateRequest:
@@ -27,7 +34,15 @@ def request_of(params: SamplingParams, prompt: tuple[int, ...] = (5, 6, 7), max_
         ("min_p", float("inf"), "from 0 to 1"),
         ("seed", -1, "from 0 to 9223372036854775807"),
         ("seed", 2**63, "from 0 to 9223372036854775807"),
-        ("max_tokens", 0, "at least 1"),
+        ("repetition_penalty", 0, "from 0.01 to 100"),
+        ("repetition_penalty", float("nan"), "from 0.01 to 100"),
+        ("presence_penalty", -2.1, "from -2 to 2"),
+        ("frequency_penalty", 3, "from -2 to 2"),
+        ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024"),
+        ("logprobs", 21, "from 0 to 20"),
+        ("logprobs", -1, "from 0 to 20"),
+        ("prompt_logprobs", 21, "from 0 to 20"),
+        ("max_tokens", -1, "at least 0"),
         ("min_tokens", -1, "at least 0"),
         ("stop", "text", "a sequence of strings"),
         ("stop", ("a", ""), "non-empty"),
@@ -49,22 +64,43 @@ def test_min_tokens_cannot_exceed_max_tokens():
 
 def test_all_values_reach_the_engine():
     params = SamplingParams(
-        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=11, max_tokens=4, min_tokens=2, stop_token_ids=(9, 3)
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias={4: 2, 5: 0, 6: -100},
+        seed=11,
+        max_tokens=4,
+        min_tokens=2,
+        stop_token_ids=(9, 3),
+        logprobs=0,
+        prompt_logprobs=5,
     )
-    assert request_of(params) == GenerateRequest(
+    placement = Placement(siblings=(1, 2), priority=-3, cache_namespace="mine")
+    assert params.to_request(1, (5, 6, 7), Vocabulary(100, (2, 3)), 10, 42, placement) == GenerateRequest(
         id=1,
+        group_id=1,
         prompt_ids=(5, 6, 7),
         max_new_tokens=4,
         min_new_tokens=2,
         stop_ids=(2, 3, 9),
-        sampling=Sampling(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=11),
-        cache_namespace="",
+        sampling=Sampling(0.5, 7, 0.9, 0.1, 1.1, 0.2, -0.3, ((4, 2.0), (6, -100.0)), seed=11),
+        logprobs=0,
+        prompt_logprobs=5,
+        cache_namespace="mine",
+        priority=-3,
     )
 
 
 def test_defaults():
     made = request_of(SamplingParams())
-    assert made.sampling == Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)
+    assert made.sampling == Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), seed=42)
+    assert not made.sampling.penalises
+    assert (made.group_id, made.priority, made.cache_namespace) == (1, 0, "")
+    assert (made.logprobs, made.prompt_logprobs) == (NO_LOGPROBS, NO_LOGPROBS)
     assert made.max_new_tokens == 7  # the rest of the context
     assert made.stop_ids == (2, 3)
 
@@ -106,6 +142,8 @@ def test_what_just_fits_is_taken(max_tokens, prompt_tokens):
         (SamplingParams(), (), "prompt"),
         (SamplingParams(stop_token_ids=(100,)), (5,), "stop_token_ids"),
         (SamplingParams(min_tokens=8), (5, 6, 7), "min_tokens"),
+        (SamplingParams(logit_bias={100: 1}), (5,), "logit_bias"),
+        (SamplingParams(logit_bias={-1: 0}), (5,), "logit_bias"),
     ],
 )
 def test_ids_and_lengths_are_checked_against_the_model(params, prompt, param):
@@ -136,3 +174,39 @@ def test_numbers_that_would_overflow_on_the_way_are_brought_into_range() -> None
 def test_stop_token_ids_are_few() -> None:
     with pytest.raises(ParameterError, match="at most 64 ids"):
         SamplingParams(stop_token_ids=list(range(65)))
+
+
+@pytest.mark.parametrize("bias", [100.1, -101, float("nan"), float("inf")])
+def test_a_bias_out_of_range_is_refused_with_its_token(bias: float) -> None:
+    with pytest.raises(ParameterError, match=r"logit_bias of token 7 is .*; allowed is: from -100 to 100") as caught:
+        SamplingParams(logit_bias={5: 1, 7: bias})
+    assert caught.value.param == "logit_bias"
+
+
+def test_siblings_share_a_group_and_differ_by_seed() -> None:
+    params, siblings = SamplingParams(seed=7), (4, 5, 6)
+    made = [
+        params.to_request(request_id, [5], Vocabulary(50, ()), 100, 1, Placement(siblings)) for request_id in siblings
+    ]
+    assert {request.group_id for request in made} == {4}
+    assert [request.sampling.seed for request in made] == [7, sibling_seed(7, 1), sibling_seed(7, 2)]
+    assert len({sibling_seed(2**63 - 1, index) for index in range(1000)}) == 1000
+    assert all(0 <= sibling_seed(2**63 - 1, index) < 2**63 for index in range(1000))
+
+
+def test_without_a_seed_siblings_keep_their_own() -> None:
+    made = [SamplingParams().to_request(id_, [5], Vocabulary(50, ()), 100, id_, Placement((4, 5))) for id_ in (4, 5)]
+    assert [request.sampling.seed for request in made] == [4, 5]
+
+
+def test_no_output_still_takes_one_token_of_the_engine() -> None:
+    assert request(SamplingParams(max_tokens=0, prompt_logprobs=0)).max_new_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "param, options", [("priority", {"priority": 2**31}), ("cache_salt", {"cache_namespace": "x" * 257})]
+)
+def test_a_placement_out_of_range_is_refused_by_name(param: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as caught:
+        Placement(**options)
+    assert caught.value.param == param

@@ -18,6 +18,7 @@ from surefoot.checkpoint.gguf import GGUFFile
 from surefoot.config.engine_plan import CheckpointRef
 from surefoot.frontend.chat_template import ChatTemplateError
 from surefoot.frontend.gguf_tokenizer import read_backend
+from surefoot.frontend.gguf_vocab import GGUFVocab
 from surefoot.frontend.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend.tokenizer_cases import CORPUS, MESSAGES, TEMPLATE, TEXTS, load_directory, train_byte_level
 
@@ -117,6 +118,14 @@ def test_chat_template_in_the_config(tmp_path: Path, template: Any) -> None:
         ("tokenizer_config.json", "[]", "holds list, not a JSON object"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": ""}]}', r"\(rag\) is the default"),
         ("tokenizer_config.json", '{"chat_template": 7}', "chat_template = 7 is not a text"),
+        ("tokenizer_config.json", '{"chat_template": {"default": ""}}', "is not a text"),
+        ("tokenizer_config.json", '{"chat_template": ["x", {"template": ""}]}', r"\(None\) is the default"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default", "template": 7}]}',
+            "chat_template = 7 is not",
+        ),
+        ("tokenizer_config.json", '{"chat_template": [{"name": [], "template": 7}]}', "is the default"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', r"chat template is not valid \(line 1\)"),
         ("config.json", '{"eos_token_id": "2"}', "eos_token_id = '2' should be an integer or a list"),
     ],
@@ -127,6 +136,40 @@ def test_damaged_directories(tmp_path: Path, file: str, content: str, message: s
     with pytest.raises(TokenizerError, match=message) as caught:
         load_directory(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_chat_template_that_is_not_text(tmp_path: Path) -> None:
+    save_directory(tmp_path, train_byte_level())
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not UTF-8"):
+        load_directory(tmp_path)
+
+
+def test_variables_of_a_chat_template(tmp_path: Path) -> None:
+    save_directory(tmp_path, train_byte_level(), chat_template="{{ mood }}")
+    assert load_directory(tmp_path).apply_chat_template(MESSAGES, variables={"mood": "calm"}) == "calm"
+    assert load_directory(tmp_path).apply_chat_template(MESSAGES) == ""
+
+
+def test_the_bytes_of_tokens(tmp_path: Path) -> None:
+    backend = train_byte_level()
+    backend.add_tokens([AddedToken("<é tool>", normalized=False)])
+    save_directory(tmp_path, backend)
+    found = load_directory(tmp_path)
+    for text in [*TEXTS, "a<é tool>b"]:
+        ids = found.encode(text, add_special_tokens=False)
+        assert b"".join(map(found.token_bytes, ids)).decode() == text
+    halves = found.encode("\U00100000", add_special_tokens=False)
+    assert [found.token_bytes(id_) for id_ in halves] == [b"\xf4", b"\x80", b"\x80", b"\x80"]
+    assert found.token_text(halves[0]) == "\ufffd"
+    assert (found.token_text(1), found.token_bytes(1)) == ("<|end|>", b"<|end|>")
+    assert (found.token_text(99_999), found.token_bytes(99_999)) == ("", b"")
+
+
+def test_the_bytes_of_tokens_without_a_decoder(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b▁": 1}))
+    save_directory(tmp_path, backend)
+    assert [load_directory(tmp_path).token_text(id_) for id_ in (0, 1)] == ["a", "b▁"]
 
 
 def test_a_directory_without_tokenizer_json(tmp_path: Path) -> None:
@@ -171,7 +214,7 @@ def test_chat_of_the_default_model(
 ) -> None:
     file = GGUFFile.open(default_model_path)
     template = file.value("tokenizer.chat_template", str)
-    reference = PreTrainedTokenizerFast(tokenizer_object=read_backend(file), chat_template=template)
+    reference = PreTrainedTokenizerFast(tokenizer_object=read_backend(file, GGUFVocab(file)), chat_template=template)
     for prompt in (True, False):
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         assert default_tokenizer.apply_chat_template(messages, add_generation_prompt=prompt) == expected

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import LlamaConfig
 
-from surefoot.config.bounds import Bounds
-from surefoot.config.engine_plan import CheckpointRef, EnginePlan, KVLayout, ServerPlan
+from surefoot.config import resolve, settings
+from surefoot.config.engine_plan import CheckpointRef, ServerPlan
 from surefoot.config.hardware import HardwareSpec
-from surefoot.config.model_spec import ModelSpec, NoRopeScaling
+from surefoot.config.model_readers import read_model_spec
 from surefoot.frontend.engine_client import EngineClient
 from surefoot.frontend.tokenizer import Tokenizer, load_tokenizer
 from surefoot.http.app import create_app
@@ -28,33 +31,30 @@ ANSWER = "Grüße 👋 from the fox. " * 3  # 63 tokens of the tiny tokenizer; c
 
 
 def server_plan(path: str, **changes: Any) -> ServerPlan:
-    engine = EnginePlan(
-        checkpoint=CheckpointRef(path, "safetensors"),
-        load_format="checkpoint",
-        served_model_name=MODEL,
-        model=ModelSpec("llama", 301, 48, 80, 3, 6, 2, 16, 1e-5, 10000.0, NoRopeScaling(), 512, False),
-        hardware=HardwareSpec("x86_64", "a CPU", ("avx2",), 2, 1 << 30),
-        device="cpu",
-        num_threads=2,
-        dtype="float32",
-        weight_dtype="float32",
-        linear_kernel="dense",
-        attention_backend="torch",
-        kv_layout=KVLayout("paged", "float32", 1024),
-        bounds=Bounds(16, 100, 200, 4, 4, 64),
-        prefix_cache=True,
-        lookahead=1,
-        seed=7,
-        reasons=(),
+    """Of a model that nobody loads: only its vocabulary and its bounds matter here."""
+    asked = settings.load(
+        {
+            "model": path,
+            "served_model_name": MODEL,
+            "port": 0,
+            "seed": 7,
+            "max_model_len": 200,
+            "max_running_requests": 4,
+            "max_queued_requests": 4,
+            "kv_cache_tokens": 1600,
+        }
     )
-    settings = {"host": "127.0.0.1", "port": 0, "api_key": "", "drain_seconds": 5.0, "log_level": "info"}
-    return ServerPlan(engine=engine, **(settings | changes))
+    checkpoint = CheckpointRef(path, "safetensors")
+    hardware = HardwareSpec("x86_64", "a CPU", ("avx2",), 2, 1 << 30)
+    engine = resolve.resolve(asked, checkpoint, read_model_spec(checkpoint), hardware)
+    return msgspec.structs.replace(resolve.server_plan(asked, engine), **changes)
 
 
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(path)
+    LlamaConfig(vocab_size=301, hidden_size=48, num_hidden_layers=2, num_attention_heads=6).save_pretrained(path)
     return path
 
 
@@ -79,9 +79,13 @@ class Server:
     async def complete(self, **body: Any) -> httpx.Response:
         return await self.post("/v1/completions", **({"prompt": "the quick"} | body))
 
-    async def metric(self, name: str) -> float:
-        lines = (await self.http.get("/metrics")).text.splitlines()
-        return float(next(line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")))
+    async def metric(self, name: str, at: str = "/metrics", **labels: str) -> float:
+        text = (await self.http.get(at)).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        [value] = [
+            sample.value for sample in samples if (sample.name, sample.labels) == (name, {"model_name": MODEL} | labels)
+        ]
+        return value
 
 
 def answers(tokenizer: Tokenizer, text: str = ANSWER) -> Script:
@@ -116,10 +120,11 @@ def with_server(tokenizer: Tokenizer, tokenizer_path: Path) -> Callable[..., Non
         script: Script = plain_answers,
         places: int = 8,
         ready: bool = True,
+        seconds: float = 20,
         **changes: Any,
     ) -> None:
         async def body() -> None:
-            async with asyncio.timeout(20), serve(script, places, ready, **changes) as server:
+            async with asyncio.timeout(seconds), serve(script, places, ready, **changes) as server:
                 await test(server)
 
         asyncio.run(body())

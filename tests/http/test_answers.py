@@ -210,22 +210,30 @@ def test_metrics_add_up(with_server):
         first = (await server.chat()).json()["usage"]
         await server.complete(stream=True)
         await server.complete(temperature=9)
-        requests = "surefoot_requests_total"
-        assert await server.metric(requests + '{outcome="completed"}') == 2
-        assert await server.metric(requests + '{outcome="refused"}') == 1
+        assert await server.metric("surefoot_requests_total", outcome="completed") == 2
+        assert await server.metric("surefoot_requests_total", outcome="refused") == 1
         assert await server.metric("surefoot_generation_tokens_total") == first["completion_tokens"] + 16
         prompt_tokens = sum(len(request.prompt_ids) for request in server.engine.submitted)
         assert await server.metric("surefoot_prompt_tokens_total") == prompt_tokens
-        assert await server.metric("surefoot_cached_prompt_tokens_total") == 2 * CACHED_TOKENS
-        assert await server.metric(f'surefoot_steps_total{{path="{PATH}"}}') == first["completion_tokens"] + 16
-        assert await server.metric("surefoot_requests_running") == 0
-        assert await server.metric("surefoot_kv_pages") == 100
-        assert await server.metric("surefoot_kv_pages_free") == 60
-        assert await server.metric("surefoot_kv_pages_cached") == 30
-        assert await server.metric("surefoot_preemptions_total") == 5
+        assert await server.metric("surefoot_prompt_tokens_cached_total") == 2 * CACHED_TOKENS
+        assert await server.metric("surefoot_steps_total", path=PATH) == first["completion_tokens"] + 16
+        assert await server.metric("surefoot_num_requests_running") == 0
+        assert await server.metric("surefoot_kv_pages", group="0") == 100
+        assert await server.metric("surefoot_kv_pages_free", group="1") == 8
+        assert await server.metric("surefoot_kv_pages_cached", group="0") == 30
+        assert await server.metric("surefoot_kv_cache_usage_perc") == pytest.approx(0.2)  # of the fuller group
+        assert await server.metric("surefoot_num_preemptions_total") == 5
+        assert await server.metric("surefoot_prefix_cache_hits_total") == 30
+        assert await server.metric("surefoot_prefix_cache_queries_total") == 120
+        assert await server.metric("surefoot_engine_restarts_total") == 0
+        assert await server.metric("surefoot_request_success_total", finished_reason="stop") == 1
+        assert await server.metric("surefoot_request_success_total", finished_reason="length") == 1
         assert await server.metric("surefoot_time_to_first_token_seconds_count") == 2
-        assert await server.metric("surefoot_request_seconds_count") == 2
-        assert await server.metric("surefoot_inter_token_seconds_count") > 20
+        assert await server.metric("surefoot_e2e_request_latency_seconds_count") == 2
+        assert await server.metric("surefoot_request_time_per_output_token_seconds_count") == 2
+        assert await server.metric("surefoot_request_generation_tokens_sum") == first["completion_tokens"] + 16
+        assert await server.metric("surefoot_request_prompt_tokens_sum") == prompt_tokens
+        assert await server.metric("surefoot_inter_token_latency_seconds_count") > 20
 
     with_server(test)
 

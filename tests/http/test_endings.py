@@ -53,7 +53,7 @@ def test_a_client_that_leaves_while_tokens_come(with_server, stream):
         leave.set()
         await request
         assert server.engine.aborted == [server.engine.submitted[0].id]
-        assert await server.metric('surefoot_requests_total{outcome="client_left"}') == 1
+        assert await server.metric("surefoot_requests_total", outcome="client_left") == 1
         await server.client.wait_idle(1)
 
     with_server(test)
@@ -113,7 +113,7 @@ def test_the_engine_dies(with_server, stream):
             else:
                 assert "SIGKILL" in check_error(response, 500)
         assert server.engine.aborted == []  # nobody is there to hear it
-        assert await server.metric('surefoot_requests_total{outcome="failed"}') == 3
+        assert await server.metric("surefoot_requests_total", outcome="failed") == 3
 
         assert (await server.http.get("/health")).status_code == 200
         assert (await server.http.get("/ready")).json()["status"] == "restarting"

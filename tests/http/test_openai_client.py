@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -102,6 +103,19 @@ def test_completions(client):
     assert "".join(chunk.choices[0].text for chunk in stream) == "Grüße "
 
 
+def test_choices_and_logprobs(client):
+    answer = client.chat.completions.create(model=MODEL, messages=HI, n=2, logprobs=True, top_logprobs=2, max_tokens=8)
+    assert [choice.message.content for choice in answer.choices] == ["Grüße "] * 2
+    for choice in answer.choices:
+        content = choice.logprobs.content
+        assert bytes(byte for entry in content for byte in entry.bytes).decode() == "Grüße "
+        assert all(len(entry.top_logprobs) == 2 for entry in content)
+    text = client.completions.create(model=MODEL, prompt="a", echo=True, logprobs=1, max_tokens=8)
+    told = text.choices[0].logprobs
+    assert (told.token_logprobs[0], text.choices[0].text) == (None, "aGrüße ")
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 1 + 8
+
+
 def test_extensions_go_in_extra_body(client, server):
     client.completions.create(model=MODEL, prompt="a", extra_body={"top_k": 5, "min_p": 0.1, "ignore_eos": True})
     assert server.engine.submitted[-1].sampling.top_k == 5
@@ -111,7 +125,7 @@ def test_extensions_go_in_extra_body(client, server):
     "options, error, param",
     [
         ({"temperature": 3}, openai.BadRequestError, "temperature"),
-        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"n": 99}, openai.BadRequestError, "n"),
         ({"model": "other"}, openai.NotFoundError, "model"),
     ],
     ids=str,
@@ -134,6 +148,20 @@ def test_leaving_a_stream_aborts_the_request(client, server):
     with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
         next(stream)
     wait(lambda: server.engine.aborted and server.engine.aborted[-1] == server.engine.submitted[-1].id)
+
+
+def test_a_client_that_closes_its_half_of_the_connection_has_left(server):
+    """TCP does not tell the two apart, and a request whose client has left must not run on."""
+    body = json.dumps({"model": MODEL, "messages": HI}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+    head += "Content-Type: application/json\r\nAuthorization: Bearer secret\r\n\r\n"
+    count = len(server.engine.submitted)
+    with socket.create_connection(server.listener.getsockname()) as connection:
+        connection.sendall(head.encode() + body)
+        wait(lambda: len(server.engine.submitted) > count)
+        connection.shutdown(socket.SHUT_WR)
+        wait(lambda: server.engine.aborted and server.engine.aborted[-1] == server.engine.submitted[-1].id)
+        assert connection.recv(1) == b""
 
 
 def test_an_error_within_a_stream_is_raised(tokenizer, tokenizer_path):

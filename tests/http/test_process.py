@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,8 +20,10 @@ import pytest
 
 from surefoot.protocol.channel import Receiver, Sender
 from surefoot.protocol.control import (
+    Connect,
     Drain,
     EngineDied,
+    Failed,
     FrontendListening,
     FrontendReady,
     FrontendReport,
@@ -39,22 +44,32 @@ from surefoot.protocol.messages import (
 )
 from tests.http.conftest import MODEL, server_plan
 
-STATS = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
+STATS = EngineStats(0, 0, (), 0, 0, 0)
+FIRST_ID = 1001
 
 
 class Frontend:
     def __init__(self, folder: Path, tokenizer_path: Path, **changes: object) -> None:
+        self.folder = folder
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "surefoot.http.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=[self.listener.fileno()],
         )
-        commands, events = f"ipc://{folder}/commands", f"ipc://{folder}/events"
-        self.commands: Receiver[Command] = Receiver(commands, Command)
-        self.events: Sender[Event] = Sender(events)
         plan = msgspec.Raw(msgspec.json.encode(server_plan(str(tokenizer_path), **changes)))
-        self.tell(StartFrontend(plan, commands, events))
+        self.tell(StartFrontend(plan, self.listener.fileno(), FIRST_ID))
+        self.connect(1)
+
+    def connect(self, number: int) -> None:
+        """Makes the channels of another engine, and tells the frontend."""
+        channels = f"ipc://{self.folder}/commands-{number}", f"ipc://{self.folder}/events-{number}"
+        self.commands: Receiver[Command] = Receiver(channels[0], Command)
+        self.events: Sender[Event] = Sender(channels[1])
+        self.tell(Connect(*channels))
 
     def tell(self, message: msgspec.Struct) -> None:
         assert self.process.stdin
@@ -70,6 +85,7 @@ class Frontend:
             self.process.kill()
         self.commands.close()
         self.events.close()
+        self.listener.close()
 
 
 @pytest.fixture
@@ -80,12 +96,11 @@ def frontend(tmp_path: Path, tokenizer_path: Path) -> Iterator[Frontend]:
 
 
 def test_from_start_to_drain(frontend: Frontend):
-    listening = frontend.report()
-    assert isinstance(listening, FrontendListening)
-    url = f"http://{listening.host}:{listening.port}"
+    url = frontend.url
+    assert frontend.report() == FrontendListening()
     assert httpx.get(f"{url}/ready").status_code == 503
     frontend.events.send([EngineReady(2.5, STATS)])
-    assert frontend.report() == FrontendReady(2.5)
+    assert frontend.report() == FrontendReady()
     assert httpx.get(f"{url}/ready").status_code == 200
 
     answers: list[httpx.Response] = []
@@ -95,13 +110,14 @@ def test_from_start_to_drain(frontend: Frontend):
     [submit] = frontend.commands.drain(10)
     assert isinstance(submit, Submit)
     request_id = submit.request.id
-    frontend.events.send([Accepted(request_id), TokenBatch((request_id,), (70,), (), "a/path", STATS)])
+    assert request_id == FIRST_ID
+    frontend.events.send([Accepted(request_id), TokenBatch((request_id,), (70,), (), (), (), "a/path", STATS)])
 
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(frontend.process.pid, number)  # nothing happens: the supervisor decides
-    frontend.tell(Drain())
+    frontend.tell(Drain(30))
     finished = Finished(request_id, FinishReason.LENGTH, 0, "")
-    frontend.events.send([TokenBatch((request_id,), (71,), (finished,), "a/path", STATS)])
+    frontend.events.send([TokenBatch((request_id,), (71,), (finished,), (), (), "a/path", STATS)])
     client.join(10)
     [answer] = answers
     assert answer.json()["usage"]["completion_tokens"] == 2
@@ -110,14 +126,59 @@ def test_from_start_to_drain(frontend: Frontend):
 
 
 def test_engine_death_is_told_to_clients(frontend: Frontend):
-    listening = frontend.report()
-    assert isinstance(listening, FrontendListening)
-    frontend.tell(EngineDied("it was killed by SIGKILL", restarting=False))
-    url = f"http://{listening.host}:{listening.port}"
-    while (health := httpx.get(f"{url}/health")).status_code == 200:
+    frontend.tell(EngineDied("it was killed by SIGKILL", restarting=False, retry_seconds=0))
+    while (health := httpx.get(f"{frontend.url}/health")).status_code == 200:
         pass
     assert "SIGKILL" in health.json()["detail"]
-    frontend.tell(Drain())
+    frontend.tell(Drain(30))
+    assert frontend.process.wait(10) == 0
+
+
+def test_only_the_living_engine_is_heard(frontend: Frontend):
+    """Neither do commands for the dead one reach the next, nor is what it said taken for the next one's."""
+    frontend.report()
+    frontend.events.send([EngineReady(2.5, STATS)])
+    assert frontend.report() == FrontendReady()
+    dead_commands, dead_events = frontend.commands, frontend.events
+
+    frontend.tell(EngineDied("it was killed by SIGKILL", restarting=True, retry_seconds=42))
+    frontend.connect(2)
+    while (refused := httpx.post(f"{frontend.url}/v1/completions", json={"model": MODEL, "prompt": [5]})).is_success:
+        pass
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "42")
+    assert httpx.get(f"{frontend.url}/health").status_code == 200
+    dead_events.send([EngineReady(2.5, STATS)])
+    time.sleep(0.3)
+    assert httpx.get(f"{frontend.url}/ready").status_code == 503
+
+    frontend.events.send([EngineReady(2.5, STATS)])
+    assert frontend.report() == FrontendReady()
+    with ThreadPoolExecutor() as pool:
+        body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 1}
+        answer = pool.submit(httpx.post, f"{frontend.url}/v1/completions", json=body)
+        [submit] = frontend.commands.drain(10)
+        assert isinstance(submit, Submit)
+        finished = Finished(submit.request.id, FinishReason.LENGTH, 0, "")
+        batch = TokenBatch((submit.request.id,), (70,), (finished,), (), (), "a/path", STATS)
+        frontend.events.send([Accepted(submit.request.id), batch])
+        assert answer.result(10).status_code == 200
+    assert dead_commands.drain(0) == []
+    dead_commands.close()
+    dead_events.close(linger=False)
+
+
+def test_a_second_drain_with_less_time_counts(frontend: Frontend):
+    frontend.report()
+    frontend.events.send([EngineReady(2.5, STATS)])
+    frontend.report()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, f"{frontend.url}/v1/completions", json={"model": MODEL, "prompt": [5, 6]})
+        [submit] = frontend.commands.drain(10)
+        assert isinstance(submit, Submit)
+        frontend.events.send([Accepted(submit.request.id)])
+        frontend.tell(Drain(300))
+        frontend.tell(Drain(0))
+        assert answer.result(10).status_code in (500, 503)
     assert frontend.process.wait(10) == 0
 
 
@@ -128,27 +189,17 @@ def test_the_end_of_stdin_ends_it_at_once(frontend: Frontend):
     assert frontend.process.wait(5) == 1
 
 
-def test_a_port_that_is_taken(tmp_path: Path, tokenizer_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        frontend = Frontend(tmp_path, tokenizer_path, port=port)
-        try:
-            assert frontend.process.wait(10) == 2
-            assert frontend.process.stderr
-            message = frontend.process.stderr.read().decode()
-            assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in message
-            assert "--port" in message
-            assert "Traceback" not in message
-        finally:
-            frontend.close()
-
-
-def test_a_checkpoint_without_a_tokenizer(tmp_path: Path):
-    frontend = Frontend(tmp_path, tmp_path)
+def test_a_checkpoint_without_a_tokenizer(tmp_path: Path, tokenizer_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(tokenizer_path, model)
+    (model / "tokenizer.json").unlink()
+    frontend = Frontend(tmp_path, model)
     try:
+        report = frontend.report()
+        assert isinstance(report, Failed)
+        assert "tokenizer.json" in report.detail
+        assert report.trace == ""
         assert frontend.process.wait(10) == 2
-        assert frontend.process.stderr
-        assert "tokenizer.json" in frontend.process.stderr.read().decode()
     finally:
         frontend.close()
 

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from surefoot.http.edge import MAX_BODY_BYTES
 from tests.http.conftest import MODEL
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -35,14 +34,34 @@ REFUSALS = [
     (CHAT, "stop_token_ids", [301], 400, "stop_token_ids", "ids from 0 to 300"),
     (CHAT, "stream", "yes", 400, "stream", "boolean"),
     (CHAT, "stream_options", {"include_usage": True}, 400, "stream_options", "stream=true"),
-    (CHAT, "n", 2, 400, "n", "not supported yet"),
-    (CHAT, "n", True, 400, "n", "not supported yet"),
-    (CHAT, "logprobs", True, 400, "logprobs", "not supported yet"),
-    (CHAT, "top_logprobs", 3, 400, "top_logprobs", "not supported yet"),
-    (CHAT, "presence_penalty", 0.5, 400, "presence_penalty", "not supported yet"),
-    (CHAT, "frequency_penalty", -1, 400, "frequency_penalty", "not supported yet"),
-    (CHAT, "repetition_penalty", 1.1, 400, "repetition_penalty", "not supported yet"),
-    (CHAT, "logit_bias", {"5": 10}, 400, "logit_bias", "not supported yet"),
+    (CHAT, "n", 0, 400, "n", "greater than or equal to 1"),
+    (CHAT, "n", 9, 400, "n", "from 1 to 8"),
+    (CHAT, "n", True, 400, "n", "integer"),
+    (CHAT, "logprobs", 3, 400, "logprobs", "boolean"),
+    (CHAT, "top_logprobs", 3, 400, "top_logprobs", "logprobs=true"),
+    (CHAT, "top_logprobs", 21, 400, "top_logprobs", "from 0 to 20"),
+    (CHAT, "presence_penalty", 2.5, 400, "presence_penalty", "from -2 to 2"),
+    (CHAT, "frequency_penalty", -3, 400, "frequency_penalty", "from -2 to 2"),
+    (CHAT, "repetition_penalty", 0, 400, "repetition_penalty", "from 0.01 to 100"),
+    (CHAT, "logit_bias", {"5": 101}, 400, "logit_bias", "token 5 is 101"),
+    (CHAT, "logit_bias", {"301": 1}, 400, "logit_bias", "token id 301; the model has ids from 0 to 300"),
+    (CHAT, "logit_bias", {"fox": 1}, 400, "logit_bias", "keys are token ids"),
+    (CHAT, "logit_bias", {"05": 1}, 400, "logit_bias", "keys are token ids"),
+    (CHAT, "logit_bias", {"-1": 1}, 400, "logit_bias", "keys are token ids"),
+    (CHAT, "logit_bias", {"5": "much"}, 400, "logit_bias", "number"),
+    (CHAT, "logit_bias", {str(token): 1 for token in range(1025)}, 400, "logit_bias", "at most 1024"),
+    (CHAT, "priority", 2**31, 400, "priority", "from -2147483647"),
+    (CHAT, "priority", "high", 400, "priority", "integer"),
+    (CHAT, "cache_salt", "", 400, "cache_salt", "at least 1 character"),
+    (CHAT, "cache_salt", "x" * 257, 400, "cache_salt", "at most 256"),
+    (CHAT, "truncate_prompt_tokens", 0, 400, "truncate_prompt_tokens", "greater than or equal to 1"),
+    (CHAT, "use_beam_search", True, 400, "use_beam_search", "not supported"),
+    (CHAT, "spaces_between_special_tokens", False, 400, "spaces_between_special_tokens", "not supported"),
+    (CHAT, "echo", True, 400, "echo", "not supported yet"),
+    (CHAT, "chat_template", "{{ messages }}", 400, "chat_template", "those of the checkpoint"),
+    (CHAT, "chat_template_kwargs", [], 400, "chat_template_kwargs", "dictionary"),
+    (CHAT, "chat_template_kwargs", {"messages": []}, 400, "messages", "the name has a meaning"),
+    (CHAT, "continue_final_message", True, 400, "continue_final_message", "add_generation_prompt=false"),
     (CHAT, "response_format", {"type": "json_object"}, 400, "response_format", "not supported yet"),
     (CHAT, "tools", [{"type": "function"}], 400, "tools", "not supported yet"),
     (CHAT, "tool_choice", "required", 400, "tool_choice", "not supported yet"),
@@ -71,10 +90,14 @@ REFUSALS = [
     (TEXT, "prompt", [-1], 400, "prompt", "token id -1"),
     (TEXT, "prompt", [5] * 200, 400, "prompt", "200 tokens"),
     (TEXT, "prompt", [5] * 190, 400, "max_tokens", "at most 10 tokens"),
-    (TEXT, "best_of", 2, 400, "best_of", "not supported yet"),
-    (TEXT, "echo", True, 400, "echo", "not supported yet"),
-    (TEXT, "logprobs", 0, 400, "logprobs", "not supported yet"),
-    (TEXT, "suffix", "end", 400, "suffix", "not supported yet"),
+    (TEXT, "n", 9, 400, "prompt", "1 prompts times n = 9"),
+    (TEXT, "best_of", 2, 400, "best_of", "ask for n=2 and logprobs"),
+    (TEXT, "max_tokens", 0, 400, "max_tokens", "0 with echo or prompt_logprobs"),
+    (TEXT, "max_tokens", -1, 400, "max_tokens", "at least 0"),
+    (TEXT, "logprobs", 21, 400, "logprobs", "from 0 to 20"),
+    (TEXT, "logprobs", True, 400, "logprobs", "integer"),
+    (TEXT, "echo", 1, 400, "echo", "boolean"),
+    (TEXT, "suffix", "end", 400, "suffix", "gaps are not filled"),
     (TEXT, "messages", HI, 400, "messages", "unknown parameter"),
 ]
 
@@ -105,8 +128,17 @@ def test_refused_by_name(with_server, stream):
             message = check_error(response, status, named)
             assert words in message, (param, value, message)
         refused = len(REFUSALS) - stream
-        assert await server.metric('surefoot_requests_total{outcome="refused"}') == refused
+        assert await server.metric("surefoot_requests_total", outcome="refused") == refused
         assert len(server.engine.submitted) == len(REFUSALS) - refused
+
+    with_server(test)
+
+
+def test_prompt_logprobs_are_refused_out_of_range_and_in_a_stream(with_server):
+    async def test(server):
+        assert "from 0 to 20" in check_error(await server.chat(prompt_logprobs=21), 400, "prompt_logprobs")
+        refused = await server.complete(prompt_logprobs=1, stream=True)
+        assert "leave out stream" in check_error(refused, 400, "prompt_logprobs")
 
     with_server(test)
 
@@ -123,15 +155,29 @@ def test_two_different_limits_are_refused(with_server):
 @pytest.mark.parametrize(
     "body, words",
     [
-        (b'{"model": ', "not valid JSON"),
+        (b'{"model": ', "not valid JSON: Expecting value at position 10"),
         (b"", "JSON object"),
         (b"[1]", "JSON object"),
         (b'"text"', "JSON object"),
-        (b"\xff\xfe", "body"),
-        (b"[" * 100_000, "body"),
-        (b'{"model": "tiny", "prompt": "\\ud800"}', "prompt"),
-        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature"),
+        (b"null", "JSON object"),
+        (b"\xff\xfe", "byte 0 is not UTF-8"),
+        (b'{"model": "t\xc3"}', "byte 12 is not UTF-8"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        ('{"model": "tiny"}'.encode("utf-16"), "not UTF-8"),
+        (b"[" * 100_000, "nested more than 64 deep"),
+        (b'{"metadata": ' + b"[" * 65 + b"]" * 65 + b"}", "nested more than 64 deep"),
+        (b'{"a":' * 100_000, "nested more than 64 deep"),
+        (b'{"model": "tiny", "model": "tiny"}', "'model' stands twice"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "prompt: lone surrogate at character 0"),
+        (b'{"model": "\\ud800", "prompt": "a"}', "model: lone surrogate at character 0"),
+        (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', "half a character"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"\\ud800": 1}}', "half a character"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"model": "tiny", "prompt": "a", "metadata": -Infinity}', "-Infinity is not a JSON number"),
         (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1e999}}', "logit_bias"),
+        (b'{"model": "tiny", "prompt": [1' + b"0" * 400 + b"]}", "prompt"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -155,17 +201,22 @@ def test_a_body_without_content_type_is_told_so(with_server):
 
 
 def test_a_body_too_large(with_server):
+    limit = 1 << 20
+
     async def in_chunks():
-        for _ in range(MAX_BODY_BYTES // (1 << 20) + 1):
-            yield b"x" * (1 << 20)
+        for _ in range(5):
+            yield b" " * (limit // 4)
 
     async def test(server):
         headers = {"Content-Type": "application/json"}
-        too_large = b"x" * (MAX_BODY_BYTES + 1)
-        assert "larger" in check_error(await server.http.post(TEXT, content=too_large, headers=headers), 413)
+        too_large = b" " * (limit + 1)
+        message = check_error(await server.http.post(TEXT, content=too_large, headers=headers), 413)
+        assert f"larger than {limit} bytes" in message
         assert "larger" in check_error(await server.http.post(TEXT, content=in_chunks(), headers=headers), 413)
+        just_fits = b'{"model": "tiny", "prompt": "a"}'.ljust(limit)
+        assert (await server.http.post(TEXT, content=just_fits, headers=headers)).status_code == 200
 
-    with_server(test)
+    with_server(test, max_body_bytes=limit)
 
 
 def test_paths_and_methods(with_server):
@@ -184,8 +235,12 @@ def test_a_wrong_key(with_server, header):
         for path in (CHAT, TEXT):
             response = await server.http.post(path, content=b"not even JSON", headers=headers)
             assert "Authorization" in check_error(response, 401)
-        check_error(await server.http.get("/v1/models", headers=headers), 401)
-        assert (await server.http.get("/health")).status_code == 200
+        for path in ("/v1/models", "/plan", "/openapi.json", "/nothing"):
+            check_error(await server.http.get(path, headers=headers), 401)
+        for path in ("/tokenize", "/detokenize", "/v1/tokenize"):
+            check_error(await server.http.post(path, json={}, headers=headers), 401)
+        for path in ("/", "/health", "/ready", "/version", "/metrics", "/metrics/vllm", "/metrics/sglang"):
+            assert (await server.http.get(path, headers=headers)).status_code == 200
 
     with_server(test, api_key="secret")
 
@@ -241,6 +296,6 @@ def test_an_unforeseen_error_is_a_500_in_the_same_shape(with_server, monkeypatch
         message = check_error(response, 500)
         assert "a bug" not in message
         assert response.headers["x-request-id"]
-        assert await server.metric('surefoot_requests_total{outcome="failed"}') == 1
+        assert await server.metric("surefoot_requests_total", outcome="failed") == 1
 
     with_server(test)

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from surefoot import LLM, SamplingParams
 from surefoot.config.engine_plan import EnginePlan
-from surefoot.models.registry import weight_rules
-from surefoot.models.weights import LLAMA_SAFETENSORS
+from surefoot.models.registry import NAMINGS, weight_rules
 from surefoot.runner.weight_loader import GGUFTensors
 
 NEW_TOKENS = 64
@@ -57,7 +56,7 @@ def hugging_face_model(plan: EnginePlan, round_to_fp16: bool) -> LlamaForCausalL
         num_key_value_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": spec.layer_kinds[0].rope.theta},
         max_position_embeddings=spec.max_context,
         tie_word_embeddings=True,
     )
@@ -65,7 +64,7 @@ def hugging_face_model(plan: EnginePlan, round_to_fp16: bool) -> LlamaForCausalL
     state = {}
     for rule in weight_rules(spec, "gguf").rules:
         for source in rule.sources:
-            weight = file.read(source)
+            weight = file.read(source.name)
             if source.interleaved_heads:
                 rows = weight.reshape(source.interleaved_heads, spec.head_dim // 2, 2, spec.hidden_size)
                 weight = rows.swapaxes(1, 2).reshape(weight.shape)
@@ -80,12 +79,11 @@ def hugging_face_model(plan: EnginePlan, round_to_fp16: bool) -> LlamaForCausalL
 
 
 def hugging_face_name(gguf_name: str) -> str:
-    from surefoot.models.weights import LLAMA_GGUF
-
     parts = gguf_name.split(".")
     layer = parts[1] if parts[0] == "blk" else ""
-    short = {pattern.format(i=layer): short for short, pattern in LLAMA_GGUF.items()}[gguf_name]
-    return LLAMA_SAFETENSORS[short].format(i=layer)
+    gguf, safetensors = NAMINGS["llama"]["gguf"].names, NAMINGS["llama"]["safetensors"].names
+    short = {pattern.format(i=layer): short for short, pattern in gguf.items()}[gguf_name]
+    return safetensors[short].format(i=layer)
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "float16"])

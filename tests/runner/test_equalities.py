@@ -8,7 +8,7 @@ import torch
 
 from surefoot.config.paths import PrefixRegime, SamplerKind, StepKind
 from surefoot.runner.model_runner import ModelRunner
-from tests.runner.steps import admission, chunked_logits, greedy, make_runner, prefill, set_last_token, step
+from tests.runner.steps import admission, chunked_logits, generate, make_runner, prefill, set_last_token, step
 from tests.tiny import TinyLlama
 
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
@@ -36,9 +36,9 @@ def test_cached_prefix_gives_the_same_logits(runner: ModelRunner) -> None:
         start = 16 * cached_pages
         pages = PAGES[6][:cached_pages] + PAGES[5][cached_pages:]
         plan = step([admission(4)], rows=[prefill(4, start, PROMPTS[6][start:], pages)])
-        logits, rows = runner.forward(plan)
+        logits, rows, _ = runner.forward(plan)
         torch.testing.assert_close(logits, whole, **TOLERANCE)
-        assert runner.path(plan, rows.kind).prefix is PrefixRegime.SOME
+        assert runner.path(plan, rows).prefix is PrefixRegime.SOME
 
 
 def test_a_row_of_a_mixed_batch_gives_the_logits_of_a_batch_of_one(runner: ModelRunner) -> None:
@@ -51,18 +51,18 @@ def test_a_row_of_a_mixed_batch_gives_the_logits_of_a_batch_of_one(runner: Model
     runner.forward(step([admission(6)], rows=[prefill(6, 0, PROMPTS[6][:40], PAGES[6], samples=False)]))
     decode = [(slot, len(PROMPTS[slot]) - 1) for slot in (3, 0, 4, 1, 2)]
     plan = step([admission(5)], decode, [prefill(5, 0, PROMPTS[5], PAGES[5]), prefill(6, 40, PROMPTS[6][40:])])
-    logits, rows = runner.forward(plan)
+    logits, rows, _ = runner.forward(plan)
     torch.testing.assert_close(logits, torch.cat([alone[slot] for slot in (3, 0, 4, 1, 2, 5, 6)]), **TOLERANCE)
-    path = runner.path(plan, rows.kind)
+    path = runner.path(plan, rows)
     assert (path.kind, path.prefix, path.sampler) == (StepKind.MIXED, PrefixRegime.SOME, SamplerKind.GREEDY)
 
 
 def test_a_preempted_request_resumes_with_the_same_tokens(runner: ModelRunner) -> None:
     """Its pages go to another request; later prompt and output are computed again, elsewhere."""
-    whole = greedy(runner, PROMPTS[4], 20, PAGES[4])
-    before = greedy(runner, PROMPTS[4], 9, PAGES[4])
+    whole = generate(runner, PROMPTS[4], 20, PAGES[4])
+    before = generate(runner, PROMPTS[4], 9, PAGES[4])
     chunked_logits(runner, PROMPTS[6], 1000, PAGES[4])  # overwrites all pages
-    after = greedy(runner, PROMPTS[4] + before, 11, PAGES[2], slot=7)
+    after = generate(runner, PROMPTS[4] + before, 11, PAGES[2], slot=7)
     assert before + after == whole
 
 

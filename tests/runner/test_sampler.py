@@ -8,15 +8,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from surefoot.config.paths import SamplerKind
+from surefoot.config.paths import LogprobsKind, SamplerKind
 from surefoot.protocol.messages import Sampling
 from surefoot.runner.model_runner import ModelRunner
-from tests.runner.steps import GREEDY, admission, make_runner, prefill, set_last_token, step
+from tests.runner.steps import GREEDY, admission, make_runner, prefill, sampling, set_last_token, step
 from tests.tiny import TinyLlama
 
 PROMPT = list(range(40, 60))
-PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1, min_p=0, seed=11)
-TOP_K = Sampling(temperature=1.0, top_k=3, top_p=1, min_p=0, seed=11)
+PLAIN = sampling(temperature=1.0, seed=11)
+TOP_K = sampling(temperature=1.0, top_k=3, seed=11)
+BIASED = sampling(logit_bias=((7, 0.5),))
+PENALISED = sampling(presence_penalty=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,10 @@ def run(
     runner: ModelRunner, *samplings: Sampling, stop_ids: tuple[int, ...] = (), min_tokens: int = 0
 ) -> tuple[list[int], str]:
     """One prefill row each of the same prompt."""
-    admissions = [admission(slot, sampling, stop_ids, min_tokens) for slot, sampling in enumerate(samplings)]
+    admissions = [
+        admission(slot, asked, len(PROMPT), stop_ids=stop_ids, min_tokens=min_tokens, history=tuple(PROMPT))
+        for slot, asked in enumerate(samplings)
+    ]
     rows = [prefill(slot, 0, PROMPT, [2 * slot, 2 * slot + 1]) for slot in range(len(samplings))]
     done = runner.run(step(admissions, rows=rows))
     assert all(done.finite)
@@ -41,37 +46,47 @@ def run(
         ((GREEDY, GREEDY), SamplerKind.GREEDY),
         ((GREEDY, PLAIN), SamplerKind.PLAIN),
         ((GREEDY, PLAIN, TOP_K), SamplerKind.FULL),
-        ((Sampling(0, 5, 0.5, 0.1, 3), GREEDY), SamplerKind.GREEDY),
+        ((GREEDY, BIASED), SamplerKind.FULL),
+        ((GREEDY, PLAIN, PENALISED), SamplerKind.FULL),
+        ((sampling(top_k=5, top_p=0.5, min_p=0.1, seed=3), GREEDY), SamplerKind.GREEDY),
     ],
-    ids=["greedy", "plain", "full", "greedy-with-inert-limits"],
+    ids=["greedy", "plain", "truncated", "biased", "penalised", "greedy-with-inert-limits"],
 )
 def test_the_kind_is_the_least_that_all_rows_need(
     runner: ModelRunner, samplings: tuple[Sampling, ...], kind: SamplerKind
 ) -> None:
     tokens, path = run(runner, *samplings)
-    assert path.split("/")[-1] == kind
+    assert path.split("/")[-2:] == [kind, LogprobsKind.NONE]
     assert tokens[0] == run(runner, GREEDY)[0][0]
 
 
 def test_a_row_draws_the_same_alone_and_beside_others(runner: ModelRunner) -> None:
-    for sampling in (PLAIN, TOP_K):
-        assert run(runner, sampling)[0][0] == run(runner, GREEDY, sampling, PLAIN, TOP_K)[0][1]
+    for asked in (PLAIN, TOP_K):
+        assert run(runner, asked)[0][0] == run(runner, GREEDY, asked, PLAIN, TOP_K)[0][1]
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=lambda limit: str(*limit))
+def test_the_tightest_truncation_leaves_the_best_token(runner: ModelRunner, limit: dict[str, float]) -> None:
+    seeds = [sampling(temperature=2.0, seed=seed) for seed in range(4)]
+    limited = [sampling(temperature=2.0, seed=seed, **limit) for seed in range(4)]
+    assert len(set(run(runner, *seeds)[0])) > 1
+    assert run(runner, *limited) == ([run(runner, GREEDY)[0][0]] * 4, "prefill/none/torch/dense/full/none")
 
 
 def test_stop_ids_are_not_sampled_before_min_tokens(runner: ModelRunner) -> None:
     best = run(runner, GREEDY)[0][0]
     tokens, path = run(runner, GREEDY, stop_ids=(best,), min_tokens=len(PROMPT) + 1)
     assert tokens != [best]
-    assert path.endswith("full")
+    assert path.endswith("full/none")
     tokens, path = run(runner, GREEDY, stop_ids=(best,), min_tokens=len(PROMPT))
     assert tokens == [best]
-    assert path.endswith("greedy")
+    assert path.endswith("greedy/none")
 
 
 def test_an_inner_chunk_samples_nothing(runner: ModelRunner) -> None:
     done = runner.run(step([admission(0)], rows=[prefill(0, 0, PROMPT, [0, 1], samples=False)]))
     assert (done.token_ids, done.finite) == ((), ())
-    assert done.path.endswith("none")
+    assert done.path.endswith("none/none")
 
 
 def test_non_finite_logits_are_flagged_per_row(runner: ModelRunner) -> None:
@@ -94,6 +109,14 @@ def test_a_step_beyond_its_bounds_is_refused(runner: ModelRunner) -> None:
         runner.run(step([admission(0)], rows=[prefill(0, 0, range(300), range(19))]))
     with pytest.raises(ValueError, match="9 rows, the bound is 8"):
         runner.run(step(decode=[(0, 1)] * 9))
+    for count_row in (-1, 8):
+        asked = admission(0, PENALISED, count_row=count_row)
+        with pytest.raises(ValueError, match=f"count row {count_row}, the bound is 8"):
+            runner.run(step([asked], rows=[prefill(0, 0, PROMPT, [0, 1])]))
+    with pytest.raises(ValueError, match="history of 0 tokens, its prompt has 20"):
+        runner.run(step([admission(0, PENALISED, 20)], rows=[prefill(0, 0, PROMPT, [0, 1])]))
+    with pytest.raises(ValueError, match="21 targets, more than its 20 tokens"):
+        runner.run(step([admission(0)], rows=[prefill(0, 0, PROMPT, [0, 1], targets=range(21))]))
 
 
 def test_the_next_owner_of_a_page_does_not_see_what_the_last_one_left(runner: ModelRunner) -> None:
@@ -108,7 +131,7 @@ def test_the_next_owner_of_a_page_does_not_see_what_the_last_one_left(runner: Mo
     runner.run(step([admission(2)], rows=long))
     with torch.inference_mode():
         runner._kv.layers[0].values[17:20] = math.nan
-        runner._table.page_table[0, 2:] = 18  # what an earlier owner of the slot left there
+        runner._table.page_tables[0, 0, 2:] = 18  # what an earlier owner of the slot left there
     alone = runner.run(step(decode=[(0, 20)]))
     set_last_token(runner, 0, clean[0])
     beside = runner.run(step(decode=[(0, 20), (2, 100)]))
@@ -129,4 +152,4 @@ def test_rows_in_flight_after_a_failed_step_write_to_nobody(
             runner.run(failing)
     runner.run(step(decode=[(0, 20)]))
     assert all(torch.equal(layer.keys[:2], saved) for layer, saved in zip(runner._kv.layers, before, strict=True))
-    assert bool(runner._kv.layers[0].keys[runner._kv.sink_page].any())
+    assert bool(runner._kv.layers[0].keys[-1].any())  # the sink page

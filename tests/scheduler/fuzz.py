@@ -1,7 +1,8 @@
 """Random scenarios through the real loop: `run_scenario(seed)` raises if anything is wrong.
 
-After every event: the state's invariants, the order of each request's events, and its tokens against a direct
-computation. At the end: every request ended exactly once, for a reason that the scenario explains, and no page is lost.
+After every event: the state's invariants, who was admitted and preempted, the order of each request's events, and its
+tokens and logprobs against a direct computation. At the end: every request ended exactly once, for a reason that the
+scenario explains, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from random import Random
 
 from msgspec.structs import replace
 
-from surefoot.config.bounds import Bounds
 from surefoot.engine.loop import run
 from surefoot.protocol.messages import (
+    NO_LOGPROBS,
     Abort,
     Accepted,
     Event,
@@ -24,77 +25,15 @@ from surefoot.protocol.messages import (
     GenerateRequest,
     RefusalCause,
     Refused,
-    Sampling,
     Submit,
     TokenBatch,
 )
-from surefoot.protocol.step_plan import StepPlan
+from surefoot.protocol.step_plan import NO_PAGE, StepPlan
 from surefoot.scheduler import invariants
 from surefoot.scheduler.scheduler import Scheduler
 
-from .fake_device import VOCAB, FakeDevice, Faults, Launched, continuation
-
-
-@dataclass(frozen=True)
-class Scenario:
-    bounds: Bounds
-    prefix_cache: bool
-    lookahead: int
-    requests: tuple[GenerateRequest, ...]
-    arrival: float  # how probable it is that another request comes before a step
-    abort: float  # that a live one is aborted before a step
-    reuse_ids: bool
-    faults: Faults
-
-
-def make_scenario(random: Random) -> Scenario:
-    page_size = random.randint(1, 8)
-    max_model_len = random.randint(8, 48)
-    bounds = Bounds(
-        page_size=page_size,
-        num_pages=-(-max_model_len // page_size) + random.choice((0, 0, 1, 3, 8, 40)),
-        max_model_len=max_model_len,
-        max_running_requests=random.randint(1, 7),
-        max_queued_requests=random.choice((0, 1, 4, 100)),
-        chunked_prefill_size=random.choice((1, 2, 3, 7, 16, 64)),
-    )
-    if random.random() < 0.1:  # the longest request does not fit the pool
-        bounds = replace(bounds, num_pages=max(1, bounds.num_pages - random.randint(1, 3)))
-    stems = [random.choices(range(VOCAB), k=random.randint(1, max_model_len - 2)) for _ in range(3)]
-    namespaces = random.choice((("",), ("", "a"), ("a", "b", "")))
-    requests = tuple(make_request(random, i, stems, namespaces, bounds) for i in range(random.randint(4, 20)))
-    calm = random.random() < 0.5
-    return Scenario(
-        bounds=bounds,
-        prefix_cache=random.random() < 0.8,
-        lookahead=random.randint(0, 1),
-        requests=requests,
-        arrival=random.choice((0.1, 0.8, 0.95)),
-        abort=random.choice((0, 0.02, 0.15)),
-        reuse_ids=random.random() < 0.3,
-        faults=Faults() if calm else Faults(random.choice((0, 0.02, 0.1)), random.choice((0, 0.01, 0.05))),
-    )
-
-
-def make_request(
-    random: Random, request_id: int, stems: Sequence[Sequence[int]], namespaces: Sequence[str], bounds: Bounds
-) -> GenerateRequest:
-    """Now and then one that must be refused."""
-    stem = random.choice(stems)
-    tail = random.choices(range(VOCAB), k=random.randint(0, 5))
-    prompt = (*stem[: random.randint(1, len(stem))], *tail)[: bounds.max_model_len - 1]
-    max_new = random.randint(1, bounds.max_model_len - len(prompt))
-    if random.random() < 0.05:
-        prompt, max_new = random.choice((((), 1), (prompt, 0), (prompt, bounds.max_model_len), ((-1,), 1)))
-    return GenerateRequest(
-        id=request_id,
-        prompt_ids=prompt,
-        max_new_tokens=max_new,
-        min_new_tokens=random.randint(0, max_new) if random.random() < 0.3 else 0,
-        stop_ids=tuple(random.sample(range(VOCAB), k=random.choice((0, 0, 1, 3)))),
-        sampling=Sampling(0, 0, 1, 0, seed=random.randint(0, 3)),
-        cache_namespace=random.choice(namespaces),
-    )
+from .fake_device import FakeDevice, Launched, continuation, logprobs_at
+from .scenarios import Scenario, make_scenario
 
 
 @dataclass(eq=False)
@@ -104,9 +43,21 @@ class Record:
     request: GenerateRequest
     expected: list[int]
     tokens: list[int] = field(default_factory=list)
+    num_logprobs: int = 0  # output tokens whose logprobs came
+    num_scored: int = 1  # prompt tokens that need no logprob any more
     accepted: bool = False
     aborted: bool = False
+    admissions: int = 0
+    last_admission: int = -1  # serial number
     terminal: list[Refused | Finished] = field(default_factory=list)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.prompt_logprobs != NO_LOGPROBS
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.expected]
 
 
 class Harness:
@@ -118,12 +69,15 @@ class Harness:
         self.todo = deque(scenario.requests)
         self.records: list[Record] = []
         self.current: dict[int, Record] = {}  # accepted and not ended, by id
+        self.actual_ids: dict[int, int] = {}  # of the scenario's requests, with reuse_ids
         self.live_requests: dict[int, GenerateRequest] = {}
         self.free_id = 1000  # that of the request that ended last, and at first one that nobody has
         self.expected_refusal: RefusalCause | None = None
         self.duplicate_id = -1  # of a submitted duplicate, until its refusal
         self.device = FakeDevice(scenario.bounds, self.live_requests, random, scenario.faults)
         self.turns = 0
+        self.admissions = 0
+        self.decoding: dict[int, bool] = {}  # by id, of those that run before a plan is made: whether they decode
         self.seen: Counter[str] = Counter()
 
     # Inbox
@@ -150,10 +104,14 @@ class Harness:
             self.duplicate_id = self.random.choice(list(self.current))
             yield Submit(self.current[self.duplicate_id].request)
             assert self.duplicate_id == -1, "a duplicate id is refused"
+        self.decoding = {request.id: request.tail_on_device for request in self.scheduler.running.values()}
 
     def submit(self, request: GenerateRequest) -> Submit:
+        given_id = request.id
         if self.scenario.reuse_ids and self.free_id not in self.current:
             request = replace(request, id=self.free_id)
+        self.actual_ids[given_id] = request.id
+        request = replace(request, group_id=self.actual_ids.get(request.group_id, request.group_id))
         self.expected_refusal = self.refusal(request)
         self.records.append(Record(request, [] if self.expected_refusal else continuation(request)))
         return Submit(request)
@@ -163,7 +121,11 @@ class Harness:
         length = len(prompt) + request.max_new_tokens
         if not prompt or min(prompt) < 0 or request.max_new_tokens < 1:
             return RefusalCause.INVALID
-        if length > bounds.max_model_len or length - 1 > bounds.kv_tokens:
+        if length > bounds.max_model_len:
+            return RefusalCause.TOO_LONG
+        if request.sampling.penalises and not bounds.count_rows:
+            return RefusalCause.INVALID
+        if any(bounds.most_pages(group, length - 1) > group.num_pages for group in bounds.kv_groups):
             return RefusalCause.TOO_LONG
         if len(self.current) >= bounds.max_running_requests + bounds.max_queued_requests:
             return RefusalCause.QUEUE_FULL
@@ -173,9 +135,57 @@ class Harness:
 
     def launch(self, plan: StepPlan) -> Launched:
         invariants.check(self.scheduler)
+        self.check_victims()
+        self.check_admissions(plan)
         self.seen["prefill rows"] += len(plan.prefill)
         self.seen["decode rows"] += len(plan.decode_slots)
+        self.seen["pages before a window"] += sum(
+            run.pages[:1] == (NO_PAGE,) and row.start > 0 for row in plan.prefill for run in row.pages
+        )
         return self.device.launch(plan)
+
+    def check_victims(self) -> None:
+        """Whoever was preempted was less urgent than those that run on, or as urgent and admitted later."""
+        running = {request.id for request in self.scheduler.running.values()}
+        stayed = [self.current[request_id] for request_id in self.decoding if request_id in running]
+        for request_id, was_decoding in self.decoding.items():
+            if request_id in running or request_id not in self.current:
+                continue
+            victim = self.current[request_id]
+            if was_decoding or not any(group.window for group in self.scenario.bounds.kv_groups):
+                order = (victim.request.priority, victim.last_admission)
+                assert all((other.request.priority, other.last_admission) < order for other in stayed), "wrong victim"
+            else:
+                self.seen["preempted while prefilling"] += 1
+
+    def check_admissions(self, plan: StepPlan) -> None:
+        waiting = [self.current[request.id] for request in self.scheduler.waiting]
+        admitted = [self.current[admission.request_id] for admission in plan.admissions]
+        for record in admitted:
+            assert not self.must_wait(record), f"sibling {record.request.id} is admitted before its prompt is cached"
+            for other in waiting:
+                if (other.admissions == 0, other.request.priority) < (record.admissions == 0, record.request.priority):
+                    has_no_row = other.request.sampling.penalises and not self.scheduler.free_count_rows
+                    assert has_no_row or self.must_wait(other), f"{other.request} is passed by by {record.request}"
+        for record in admitted:
+            self.admissions += 1
+            record.admissions += 1
+            record.last_admission = self.admissions
+            self.seen["penalised"] += record.request.sampling.penalises
+        self.seen["waiting siblings"] += sum(self.must_wait(record) for record in waiting)
+
+    def must_wait(self, record: Record) -> bool:
+        """Whether it is to share the pages of a prompt that another is to compute first."""
+        request = record.request
+        first = self.current.get(request.group_id)
+        return (
+            first is not None
+            and first is not record
+            and first.request.group_id == first.request.id
+            and not first.tokens
+            and self.scenario.prefix_cache
+            and (not record.wants_prompt_logprobs or record.num_scored == len(request.prompt_ids))
+        )
 
     # Outbox
 
@@ -214,6 +224,7 @@ class Harness:
             record = self.current[request_id]
             record.tokens.append(token)
             assert record.tokens == record.expected[: len(record.tokens)], "a token differs from the direct computation"
+        self.receive_logprobs(batch)
         for finished in batch.finished:
             record = self.current.pop(finished.request_id)
             del self.live_requests[finished.request_id]
@@ -223,15 +234,35 @@ class Harness:
             self.seen[finished.reason] += 1
         stats = batch.stats
         assert stats.running + stats.waiting == len(self.current)
-        assert stats.pages_total == self.scenario.bounds.num_pages
+        assert [pages.total for pages in stats.pages] == [group.num_pages for group in self.scenario.bounds.kv_groups]
+
+    def receive_logprobs(self, batch: TokenBatch) -> None:
+        asking = [i for i in batch.request_ids if self.current[i].request.logprobs != NO_LOGPROBS]
+        assert [logprobs.request_id for logprobs in batch.logprobs] == asking, "logprobs come with their token"
+        for logprobs in batch.logprobs:
+            record = self.current[logprobs.request_id]
+            position = len(record.request.prompt_ids) + record.num_logprobs
+            expected = logprobs_at((position,), record.sequence, record.request.id, record.request.logprobs)
+            assert logprobs == expected
+            record.num_logprobs += 1
+        for logprobs in batch.prompt_logprobs:
+            record = self.current[logprobs.request_id]
+            assert record.wants_prompt_logprobs, "nobody asked for these"
+            positions = range(record.num_scored, record.num_scored + len(logprobs.chosen))
+            assert positions, "empty logprobs"
+            expected = logprobs_at(positions, record.sequence, record.request.id, record.request.prompt_logprobs)
+            assert logprobs == expected, "prompt logprobs come once, in order"
+            record.num_scored += len(positions)
+            self.seen["scored tokens"] += len(positions)
+            self.seen["scored after a preemption"] += record.admissions > 1
 
     def check_reason(self, record: Record, finished: Finished) -> None:
         match finished.reason:
             case FinishReason.STOP:
-                assert record.tokens == record.expected
+                self.check_whole(record)
                 assert record.tokens[-1] in record.request.stop_ids
             case FinishReason.LENGTH:
-                assert record.tokens == record.expected
+                self.check_whole(record)
                 assert len(record.tokens) == record.request.max_new_tokens
             case FinishReason.ABORTED:
                 assert record.aborted
@@ -245,17 +276,25 @@ class Harness:
         assert self.scenario.prefix_cache or finished.cached_tokens == 0
         self.seen["cached tokens"] += finished.cached_tokens
 
+    def check_whole(self, record: Record) -> None:
+        assert record.tokens == record.expected
+        assert record.num_logprobs == (len(record.tokens) if record.request.logprobs != NO_LOGPROBS else 0)
+        assert record.num_scored == (len(record.request.prompt_ids) if record.wants_prompt_logprobs else 1)
+
 
 def play(scenario: Scenario, random: Random) -> Harness:
     harness = Harness(scenario, random)
     run(harness, harness.scheduler, harness, harness, scenario.lookahead)
-    scheduler, pool = harness.scheduler, harness.scheduler.pool
+    scheduler = harness.scheduler
     assert not harness.current
     assert not scheduler.has_work
     for record in harness.records:
         assert len(record.terminal) == 1, f"request {record.request.id} ended {len(record.terminal)} times"
-    scheduler.cache.evict(scheduler.cache.num_pages)
-    assert sorted(pool.free) == list(range(scenario.bounds.num_pages)), "pages were lost"
+    assert len(scheduler.free_count_rows) == scenario.bounds.count_rows, "count rows were lost"
+    for group, pool in enumerate(scheduler.kv.pools):
+        scheduler.kv.cache.evict(group, len(pool.holders))
+        assert sorted(pool.free) == list(range(len(pool.holders))), "pages were lost"
+    assert not scheduler.kv.cache.root.children, "nodes without pages were left behind"
     harness.seen["scenarios"] += 1
     harness.seen["preemptions"] += scheduler.preemptions
     return harness

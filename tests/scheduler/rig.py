@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from msgspec.structs import replace
 
-from surefoot.config.bounds import Bounds
-from surefoot.protocol.messages import Abort, Event, Finished, GenerateRequest, Sampling, Submit, TokenBatch
+from surefoot.config.bounds import Bounds, KVGroup
+from surefoot.protocol.messages import (
+    NO_LOGPROBS,
+    Abort,
+    Event,
+    Finished,
+    GenerateRequest,
+    Logprobs,
+    Sampling,
+    Submit,
+    TokenBatch,
+)
 from surefoot.protocol.step_plan import StepFailed, StepPlan
 from surefoot.scheduler import invariants
 from surefoot.scheduler.scheduler import Scheduler
@@ -16,16 +27,44 @@ from .fake_device import FakeDevice, Launched
 
 BOUNDS = Bounds(
     page_size=4,
-    num_pages=64,
+    kv_groups=(KVGroup(window=0, num_pages=64),),
     max_model_len=64,
     max_running_requests=4,
     max_queued_requests=100,
     chunked_prefill_size=64,
+    count_rows=2,
+    logits_rows=4,
 )
+SAMPLING = Sampling(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    repetition_penalty=1,
+    presence_penalty=0,
+    frequency_penalty=0,
+    logit_bias=(),
+    seed=0,
+)
+PENALISED = replace(SAMPLING, frequency_penalty=0.5)
 
 
-def make_request(request_id: int, prompt: tuple[int, ...], new: int = 4, namespace: str = "") -> GenerateRequest:
-    return GenerateRequest(request_id, prompt, new, 0, (), Sampling(0, 0, 1, 0, 0), namespace)
+def make_request(request_id: int, prompt: tuple[int, ...], new: int = 4, **changes: Any) -> GenerateRequest:
+    """changes: of other fields of GenerateRequest."""
+    request = GenerateRequest(
+        id=request_id,
+        group_id=request_id,
+        prompt_ids=prompt,
+        max_new_tokens=new,
+        min_new_tokens=0,
+        stop_ids=(),
+        sampling=SAMPLING,
+        logprobs=NO_LOGPROBS,
+        prompt_logprobs=NO_LOGPROBS,
+        cache_namespace="",
+        priority=0,
+    )
+    return replace(request, **changes)
 
 
 class Rig:
@@ -36,14 +75,16 @@ class Rig:
         self.in_flight: deque[Launched] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
+        self.logprobs: dict[int, list[Logprobs]] = {}
+        self.prompt_logprobs: dict[int, list[Logprobs]] = {}
 
     def submit(self, request: GenerateRequest) -> Event:
         self.requests[request.id] = request
         (event,) = self.scheduler.apply(Submit(request))
         return event
 
-    def add(self, request_id: int, prompt: tuple[int, ...], new: int = 4, namespace: str = "") -> Event:
-        return self.submit(make_request(request_id, prompt, new, namespace))
+    def add(self, request_id: int, prompt: tuple[int, ...], new: int = 4, **changes: Any) -> Event:
+        return self.submit(make_request(request_id, prompt, new, **changes))
 
     def abort(self, request_id: int) -> tuple[Event, ...]:
         events = self.scheduler.apply(Abort(request_id))
@@ -88,15 +129,20 @@ class Rig:
         return [request.id for request in self.scheduler.running.values()]
 
     def waiting(self) -> list[int]:
-        return list(self.scheduler.waiting)
+        return [request.id for request in self.scheduler.waiting]
 
     def _receive(self, event: Event) -> None:
         assert isinstance(event, TokenBatch)
         for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
             self.tokens.setdefault(request_id, []).append(token)
+        for logprobs in event.logprobs:
+            self.logprobs.setdefault(logprobs.request_id, []).append(logprobs)
+        for logprobs in event.prompt_logprobs:
+            self.prompt_logprobs.setdefault(logprobs.request_id, []).append(logprobs)
         self.finished |= {finished.request_id: finished for finished in event.finished}
         invariants.check(self.scheduler)
 
 
-def bounds(**changes: int) -> Bounds:
-    return replace(BOUNDS, **changes)
+def bounds(num_pages: int = 64, windows: tuple[int, ...] = (0,), **changes: int) -> Bounds:
+    """windows: of each KV group; all have `num_pages`."""
+    return replace(BOUNDS, kv_groups=tuple(KVGroup(window, num_pages) for window in windows), **changes)

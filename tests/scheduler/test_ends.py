@@ -154,7 +154,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(lookahead: int) -> None:
         (0, FinishReason.ERROR, "RuntimeError: boom"),
         (1, FinishReason.ERROR, "RuntimeError: boom"),
     }
-    assert rig.scheduler.stats().pages_cached == 0
+    assert rig.scheduler.stats().pages[0].cached == 0
     rig.run(lookahead)
     assert rig.tokens == {2: continuation(make_request(2, (1,) * 9))}
     assert rig.finished[2].cached_tokens == 0
@@ -166,13 +166,14 @@ def test_a_non_finite_row_ends_its_request_and_its_prefix() -> None:
     rig.add(1, PROMPT[::-1])
     plan = rig.plan()
     rig.device.execute(rig.in_flight.popleft())
-    batch = rig.scheduler.commit(plan, StepDone(plan.step_id, (0, 1), (False, True), "path"))
+    batch = rig.scheduler.commit(plan, StepDone(plan.step_id, (0, 1), (False, True), (), (), "path"))
     assert [(f.request_id, f.reason, f.detail) for f in batch.finished] == [
         (0, FinishReason.ERROR, "non-finite logits")
     ]
     assert batch.request_ids == (1,)
     assert rig.running() == [1]
-    assert rig.scheduler.stats().pages_cached == 5  # of request 1 alone
+    assert rig.scheduler.kv.cache.groups[0].num_pages == 5  # of request 1 alone
+    assert rig.scheduler.stats().pages[0].cached == 0  # which still runs
 
 
 def test_a_cached_prefix_that_gives_non_finite_logits_is_matched_no_more() -> None:
@@ -183,7 +184,7 @@ def test_a_cached_prefix_that_gives_non_finite_logits_is_matched_no_more() -> No
     plan = rig.plan()
     assert plan.prefill[0].start == 20
     rig.device.execute(rig.in_flight.popleft())
-    rig.scheduler.commit(plan, StepDone(plan.step_id, (0,), (False,), "path"))
+    rig.scheduler.commit(plan, StepDone(plan.step_id, (0,), (False,), (), (), "path"))
     rig.add(2, PROMPT)
     assert rig.plan().prefill[0].start == 0
 
@@ -193,8 +194,8 @@ def test_a_result_that_does_not_belong_to_the_oldest_step_is_refused() -> None:
     rig.add(0, PROMPT)
     first = rig.plan()
     second = rig.plan()
-    done = StepDone(second.step_id, (1,), (True,), "path")
+    done = StepDone(second.step_id, (1,), (True,), (), (), "path")
     with pytest.raises(ValueError, match=r"result 1 of step 1 committed; in flight are \[0, 1\]"):
         rig.scheduler.commit(second, done)
     with pytest.raises(ValueError, match="1 sampling rows, its result has 2 tokens and 1 finite flags"):
-        rig.scheduler.commit(first, StepDone(first.step_id, (1, 2), (True,), "path"))
+        rig.scheduler.commit(first, StepDone(first.step_id, (1, 2), (True,), (), (), "path"))

@@ -7,10 +7,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from surefoot.scheduler import invariants, page_pool, prefix_cache, request, scheduler
+from surefoot.scheduler import invariants, kv_groups, page_pool, prefix_cache, request, scheduler, step, waiting_queue
 
-from .faults import FAULTS, Fault, plant
+from .faults import FAULTS
 from .fuzz import run_scenarios
+from .planting import Fault, plant
 
 SHARDS = 8
 SCENARIOS_PER_SHARD = 125
@@ -38,10 +39,15 @@ def test_many_random_scenarios() -> None:
 
 def assert_everything_happened(seen: Counter[str]) -> None:
     """The scenarios are worth nothing if what they are about does not come up."""
-    for what in ("preemptions", "cached tokens", "stop", "length", "aborted", "error", "stray rows"):
+    for what in (
+        *("preemptions", "cached tokens", "stop", "length", "aborted", "error", "stray rows"),
+        *("waiting siblings", "penalised", "scored tokens", "pages before a window"),
+    ):
         assert seen[what] >= 20, f"{what}: {seen[what]}"
     for what in ("refused queue_full", "refused too_long", "refused invalid"):
         assert seen[what] >= 10, f"{what}: {seen[what]}"
+    for what in ("preempted while prefilling", "scored after a preemption"):
+        assert seen[what] >= 1, f"{what}: {seen[what]}"
 
 
 def assert_is_found() -> None:
@@ -65,6 +71,6 @@ def test_a_planted_fault_is_found_from_outside(fault: Fault, monkeypatch: pytest
 
 def test_without_an_edit_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planting as such does no harm, so that what is found is the fault."""
-    for module in (page_pool, prefix_cache, request, scheduler):
+    for module in (kv_groups, page_pool, prefix_cache, request, scheduler, step, waiting_queue):
         plant(Fault("none", module, ()), monkeypatch)
     run_scenarios(range(20))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from surefoot.protocol.messages import FinishReason
-from surefoot.scheduler.scheduler import ADMISSION_WINDOW, MAX_OVERTAKES
+from surefoot.protocol.messages import FinishReason, PageStats
+from surefoot.protocol.step_plan import PageRun
+from surefoot.scheduler.waiting_queue import ADMISSION_WINDOW, MAX_OVERTAKES
 
 from .fake_device import continuation
-from .rig import BOUNDS, Rig, bounds, make_request
+from .rig import Rig, bounds, make_request
 
 PROMPT = tuple(range(1, 23))  # five pages of four tokens, and two tokens
 
@@ -120,7 +121,7 @@ def test_what_is_in_flight_is_not_matched() -> None:
 def test_namespaces_share_nothing() -> None:
     rig = Rig()
     for i, namespace in enumerate(("a", "b", "a")):
-        rig.add(i, PROMPT, namespace=namespace)
+        rig.add(i, PROMPT, cache_namespace=namespace)
         rig.run()
     assert [rig.finished[i].cached_tokens for i in range(3)] == [0, 0, 20]
 
@@ -131,7 +132,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
         rig.add(i, PROMPT)
         rig.run()
     assert rig.finished[1].cached_tokens == 0
-    assert rig.scheduler.stats().pages_free == BOUNDS.num_pages
+    assert rig.scheduler.stats().pages == (PageStats(total=64, free=64, cached=0),)
 
 
 def test_stats_count_what_the_cache_saved() -> None:
@@ -141,7 +142,7 @@ def test_stats_count_what_the_cache_saved() -> None:
         rig.run()
     stats = rig.scheduler.stats()
     assert (stats.prefix_hit_tokens, stats.prefix_query_tokens) == (20, 44)
-    assert stats.pages_cached + stats.pages_free == stats.pages_total == BOUNDS.num_pages
+    assert stats.pages == (PageStats(total=64, free=58, cached=6),)
 
 
 # Preemption
@@ -253,7 +254,7 @@ def test_an_admission_holds_the_pages_of_its_whole_prompt() -> None:
     rig = Rig(bounds(chunked_prefill_size=4))
     rig.add(0, PROMPT)
     (row,) = rig.step().prefill
-    assert (row.first_page, row.pages) == (0, (0, 1, 2, 3, 4, 5))
+    assert row.pages == (PageRun(group=0, column=0, pages=(0, 1, 2, 3, 4, 5)),)
     (row,) = rig.step().prefill
     assert row.pages == ()
 

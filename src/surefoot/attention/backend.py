@@ -6,13 +6,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from surefoot.attention.forward_inputs import Metadata, Rows
+from surefoot.attention.forward_inputs import AttentionSpec, Metadata, Rows
 from surefoot.attention.kv_cache import KVPages
 
 
 class AttentionBackend(Protocol[Metadata]):
-    def make(self, rows: Rows, page_table: Tensor) -> Metadata:
-        """The backend's own record of one step. page_table: [slots, columns] page ids."""
+    def make(self, rows: Rows, page_tables: Tensor) -> Metadata:
+        """The backend's own record of one step. page_tables: [KV groups, slots, columns] page ids; columns before a
+        group's window name pages of others."""
 
-    def attend(self, q: Tensor, cache: KVPages, metadata: Metadata) -> Tensor:
+    def attend(self, q: Tensor, cache: KVPages, metadata: Metadata, spec: AttentionSpec) -> Tensor:
         """q: [tokens, heads, head_dim], decode rows first. The step's KV is already in `cache`. Returns q's shape."""

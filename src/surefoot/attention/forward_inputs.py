@@ -17,6 +17,15 @@ Metadata = TypeVar("Metadata", bound=AttentionMetadata)
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """How the layers of one kind attend."""
+
+    group: int  # KV group, an index of Bounds.kv_groups
+    scale: float
+    softcap: float  # 0: none
+
+
+@dataclass(frozen=True)
 class PrefillSpan:
     slot: int
     start: int  # tokens already in the cache
@@ -36,6 +45,6 @@ class Rows:
 class ForwardInputs(Generic[Metadata]):
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    places: Tensor  # [tokens] int64: page * page_size + offset, where each token's KV is written
+    places: Tensor  # [KV groups, tokens] int64: page * page_size + offset, where each token's KV is written
     sample_rows: Tensor  # [samples] int64: tokens whose logits are wanted
     attention: Metadata

@@ -32,29 +32,31 @@ class KVPages:
 
 
 class KVCache:
-    """All layers' pages, and one page more than the scheduler knows of: `sink_page`, which nobody owns."""
+    """All layers' pages, and in each KV group one page more than the scheduler knows of: its last one, the sink page,
+    which nobody owns."""
 
-    def __init__(self, layers: tuple[KVPages, ...], sink_page: int) -> None:
+    def __init__(self, layers: tuple[KVPages, ...], groups: tuple[int, ...]) -> None:
         self.layers = layers
-        self.sink_page = sink_page
+        self._groups = groups  # each layer's KV group
 
-    def clear(self, pages: list[int]) -> None:
+    def clear(self, group: int, pages: list[int]) -> None:
         """For pages that get a new owner: it must not see what the last one left. Places past a row's end are read
         with weight 0, and 0 times NaN is NaN."""
         if pages:
             index = torch.tensor(pages)
-            for layer in self.layers:
-                layer.clear(index)
+            for layer, layer_group in zip(self.layers, self._groups, strict=True):
+                if layer_group == group:
+                    layer.clear(index)
 
     @classmethod
     def allocate(cls, spec: ModelSpec, bounds: Bounds, dtype: torch.dtype) -> KVCache:
         """On the CPU. Zeroed, since masked places are still read, and untouched: torch.zeros would write every byte,
         where numpy leaves it to the system to hand out zero pages at the first write."""
-        shape = (bounds.num_pages + 1, bounds.page_size, spec.num_kv_heads, spec.head_dim)
-        size = math.prod(shape) * dtype.itemsize
 
-        def zeros() -> Tensor:
+        def zeros(num_pages: int) -> Tensor:
+            shape = (num_pages + 1, bounds.page_size, spec.num_kv_heads, spec.head_dim)
+            size = math.prod(shape) * dtype.itemsize
             return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
-        layers = tuple(KVPages(zeros(), zeros()) for _ in range(spec.num_layers))
-        return cls(layers, sink_page=bounds.num_pages)
+        sizes = [bounds.kv_groups[kind].num_pages for kind in spec.layers]
+        return cls(tuple(KVPages(zeros(size), zeros(size)) for size in sizes), spec.layers)

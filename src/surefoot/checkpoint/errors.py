@@ -17,3 +17,7 @@ class TokenizerError(CheckpointError):
 
 class DefaultModelError(CheckpointError):
     """The default model is not in the cache and could not be put there."""
+
+
+class HubError(CheckpointError):
+    """A model of the Hugging Face hub could not be had."""

@@ -40,38 +40,45 @@ class GGMLType(IntEnum):
     F16 = 1
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
     BF16 = 30
 
     @property
     def block_elements(self) -> int:
         """Consecutive elements of a row that share their scales."""
-        return 32 if self in (GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q8_0) else 1
+        return _BLOCKS[self][0]
 
     @property
     def block_bytes(self) -> int:
-        return _BLOCK_BYTES[self]
+        return _BLOCKS[self][1]
 
 
-_BLOCK_BYTES = {
-    GGMLType.F32: 4,
-    GGMLType.F16: 2,
-    GGMLType.BF16: 2,
-    GGMLType.Q4_0: 2 + 16,
-    GGMLType.Q4_1: 2 + 2 + 16,
-    GGMLType.Q8_0: 2 + 32,
+_BLOCKS = {  # (elements, bytes)
+    GGMLType.F32: (1, 4),
+    GGMLType.F16: (1, 2),
+    GGMLType.BF16: (1, 2),
+    GGMLType.Q4_0: (32, 2 + 16),
+    GGMLType.Q4_1: (32, 2 + 2 + 16),
+    GGMLType.Q5_0: (32, 2 + 4 + 16),
+    GGMLType.Q5_1: (32, 2 + 2 + 4 + 16),
+    GGMLType.Q8_0: (32, 2 + 32),
+    GGMLType.Q2_K: (256, 16 + 64 + 2 + 2),
+    GGMLType.Q3_K: (256, 32 + 64 + 12 + 2),
+    GGMLType.Q4_K: (256, 2 + 2 + 12 + 128),
+    GGMLType.Q5_K: (256, 2 + 2 + 12 + 32 + 128),
+    GGMLType.Q6_K: (256, 128 + 64 + 16 + 2),
 }
 
-# Only for messages: a user knows "Q4_K", not "type 12".
+# Only for messages: a user knows "IQ4_NL", not "type 20".
 _OTHER_TYPE_NAMES = {
-    6: "Q5_0",
-    7: "Q5_1",
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
@@ -90,6 +97,7 @@ _OTHER_TYPE_NAMES = {
     34: "TQ1_0",
     35: "TQ2_0",
     39: "MXFP4",
+    40: "NVFP4",
 }
 
 
@@ -295,7 +303,7 @@ class _Parser:
         # GGUF lists the fastest dimension first.
         shape = tuple(int(n) for n in reversed(self._scalars(_ValueType.UINT64, num_dimensions)))
         start, code = self._position, self._number("<I")
-        if code not in _BLOCK_BYTES:
+        if code not in _BLOCKS:
             found = _OTHER_TYPE_NAMES.get(code, f"number {code}")
             supported = ", ".join(type_.name for type_ in GGMLType)
             raise self._error(f"tensor {name!r} has type {found}; supported are {supported}", start)

@@ -1,4 +1,7 @@
-"""From what a user calls a model to files: a GGUF file, or a Hugging Face directory with config.json."""
+"""From what a user calls a model to files: a GGUF file, or a Hugging Face directory with config.json.
+
+What is not here may be a model of the Hugging Face hub, by its name there: checkpoint.hub fetches it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,37 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from msgspec import Struct
+
 from surefoot.checkpoint.errors import CheckpointError
 
 CheckpointFormat = Literal["gguf", "safetensors"]
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_MODEL = re.compile(
+    r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<quant>[\w.-]+)|/(?P<file>.+\.gguf))?", re.ASCII
+)
+_FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin")
 _PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
+class HubModel(Struct, frozen=True):
+    """A model of the Hugging Face hub, as it is called on the command line."""
+
+    repo: str  # organisation/name
+    file: str  # GGUF file in it; empty: not named
+    quant: str  # Q4_K_M, say: the GGUF file whose name ends so; empty: not named
+
+    @classmethod
+    def parse(cls, model: str) -> HubModel | None:
+        """Reads organisation/name, organisation/name:Q4_K_M and organisation/name/file.gguf; None is anything else."""
+        match = _HUB_MODEL.fullmatch(model)
+        if match is None or match["repo"].endswith(_FILE_ENDINGS):
+            return None
+        return cls(match["repo"], match["file"] or "", match["quant"] or "")
+
+
 def locate(model: str) -> tuple[Path, CheckpointFormat]:
-    """The absolute path of a checkpoint, and what it is.
+    """The absolute path of a checkpoint that is here, and what it is.
 
     Raises CheckpointError, which says what was found instead. A directory without any weights passes: dummy weights
     need only its config.json.
@@ -25,14 +49,10 @@ def locate(model: str) -> tuple[Path, CheckpointFormat]:
         return _check_directory(path), "safetensors"
     if path.is_file():
         return _check_file(path), "gguf"
-    if _HUB_ID.fullmatch(model):
-        directory = model.rpartition("/")[2]
-        raise CheckpointError(
-            f"{model!r} is not a path here. If it is a model of the Hugging Face hub: downloads from there are not "
-            f"supported yet. If it is of the Llama family, run `hf download {model} --local-dir {directory}`, then "
-            f"give `{directory}` as the model."
-        )
-    raise CheckpointError(f"there is no file or directory {path}; give a .gguf file or a directory with config.json")
+    raise CheckpointError(
+        f"there is no file or directory {path}: give a .gguf file, a directory with config.json, or a model of the "
+        "Hugging Face hub as organisation/name"
+    )
 
 
 def _check_file(path: Path) -> Path:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
 from surefoot.checkpoint.errors import CheckpointError
 
@@ -24,6 +25,16 @@ DTYPE_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
+
+_Natural = Annotated[int, Meta(ge=0)]
+
+
+class _Entry(Struct, frozen=True):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[_Natural, ...]
+    data_offsets: tuple[_Natural, _Natural]  # first byte and the one after the last, within the data
 
 
 class TensorInfo(Struct, frozen=True):
@@ -39,13 +50,18 @@ def shards(directory: Path | str) -> tuple[Path, ...]:
         return (directory / SINGLE_FILE,)
     if not (directory / INDEX_FILE).is_file():
         raise CheckpointError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-    names = sorted(set(_weight_map(directory).values()))
+    names = indexed_files(directory)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} of the {len(names)} files that {INDEX_FILE} names: {', '.join(missing)}"
         )
     return tuple(directory / name for name in names)
+
+
+def indexed_files(directory: Path) -> list[str]:
+    """The files that the index of a checkpoint in several files names, sorted."""
+    return sorted(set(_weight_map(directory).values()))
 
 
 def tensor_infos(directory: Path | str) -> dict[str, TensorInfo]:
@@ -77,24 +93,39 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             )
         header = _parse_json(path, file.read(length))
     header.pop("__metadata__", None)
-    return {name: _tensor_info(path, name, entry, size - 8 - length) for name, entry in header.items()}
+    data_bytes = size - 8 - length
+    infos = {name: _tensor_info(path, name, entry, data_bytes) for name, entry in header.items()}
+    _check_tiling(path, [tuple(entry["data_offsets"]) for entry in header.values()], data_bytes)
+    return infos
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data_bytes: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, raw_entry: Any, data_bytes: int) -> TensorInfo:
     """Checks one entry of a header against the size of the data behind it."""
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the entry of tensor {name!r} is malformed: {entry!r}") from error
+        entry = msgspec.convert(raw_entry, _Entry)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: the entry of tensor {name!r} is malformed ({error}): {raw_entry!r}") from error
+    dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
-    if min(shape, default=1) < 0 or begin < 0 or end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+    if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise CheckpointError(f"{path}: tensor {name!r}, {dtype}{list(shape)}, cannot lie in bytes {begin} to {end}")
     if end > data_bytes:
         raise CheckpointError(
             f"{path} is truncated: tensor {name!r} ends at byte {end} of {data_bytes} bytes of data; download it again"
         )
     return TensorInfo(shape, dtype, str(path))
+
+
+def _check_tiling(path: Path, offsets: list[tuple[int, int]], data_bytes: int) -> None:
+    """The safetensors library opens only files whose tensors fill the data without gap or overlap."""
+    position = 0
+    for begin, end in sorted(offsets):
+        if begin != position:
+            raise CheckpointError(f"{path} is damaged: one tensor ends at byte {position}, the next begins at {begin}")
+        position = end
+    if position != data_bytes:
+        raise CheckpointError(f"{path} is damaged: its tensors end at byte {position} of {data_bytes} bytes of data")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
@@ -113,7 +144,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the JSON is damaged ({error}); download it again") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(parsed).__name__}")

@@ -9,7 +9,7 @@ from surefoot.config.model_spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 
 
 class AttentionBackendDecl(Struct, frozen=True):
@@ -26,5 +26,6 @@ ATTENTION_BACKENDS = {
 
 def kv_pages_layout(model: ModelSpec, dtype: str) -> KVLayout:
     """Keys and values in two tensors a layer, [pages, page_size, kv_heads, head_dim] each."""
-    bytes_per_token = 2 * model.num_layers * model.kv_size * DTYPE_BYTES[dtype]
+    of_layer = 2 * model.kv_size * DTYPE_BYTES[dtype]
+    bytes_per_token = tuple(model.layers.count(kind) * of_layer for kind in range(len(model.layer_kinds)))
     return KVLayout(name="kv_pages", dtype=dtype, bytes_per_token=bytes_per_token)

@@ -33,7 +33,7 @@ class KVLayout(Struct, frozen=True):
 
     name: str
     dtype: str  # name of a torch dtype
-    bytes_per_token: int  # over all layers
+    bytes_per_token: tuple[int, ...]  # over all layers of a KV group, for each group
 
 
 class EnginePlan(Struct, frozen=True):
@@ -63,5 +63,8 @@ class ServerPlan(Struct, frozen=True):
     host: str
     port: int
     api_key: str  # empty: no key is asked for
+    max_body_bytes: int  # of a request
     drain_seconds: float  # how long running requests may go on after SIGTERM
+    max_restarts: int  # of a dead process, within 10 minutes
     log_level: str
+    log_format: Literal["text", "json"]

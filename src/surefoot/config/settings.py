@@ -11,6 +11,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,8 +21,43 @@ from surefoot.checkpoint.default_model import DEFAULT_CACHE_DIR
 
 ENVIRONMENT_PREFIX = "SUREFOOT_"
 
-# Settings that mean nothing without a server.
-OF_SERVER = {"host", "port", "api_key", "served_model_name", "drain_seconds", "record_dir", "log_level"}
+# Every setting is in one group, under which the command line lists it.
+GROUPS = {
+    "model": ("model", "revision", "load_format", "model_cache"),
+    "engine": (
+        "device",
+        "dtype",
+        "weight_dtype",
+        "attention_backend",
+        "threads",
+        "lookahead",
+        "disable_prefix_cache",
+        "seed",
+    ),
+    "memory and limits": (
+        "max_model_len",
+        "max_running_requests",
+        "max_queued_requests",
+        "max_penalised_requests",
+        "mem_fraction",
+        "kv_cache_tokens",
+        "page_size",
+        "chunked_prefill_size",
+    ),
+    "server": (
+        "host",
+        "port",
+        "api_key",
+        "served_model_name",
+        "max_body_mib",
+        "drain_seconds",
+        "max_restarts",
+        "record_dir",
+        "log_level",
+        "log_format",
+    ),
+}
+OF_SERVER = frozenset(GROUPS["server"])  # settings that mean nothing without a server
 
 Auto = Literal["auto"]
 AutoPositive = Annotated[int, Meta(ge=1)] | Auto
@@ -39,6 +75,11 @@ def limit_openmp_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 
+def state_dir() -> Path:
+    """Where a program keeps what the user may want again: history, say (XDG base directories)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "surefoot"
+
+
 class SettingsError(ValueError):
     """Lists every setting that is unknown or has a value it cannot have."""
 
@@ -50,7 +91,10 @@ def _help(text: str) -> Meta:
 class Settings(Struct, frozen=True, kw_only=True):
     """`auto` values are derived by config.resolve, which gives its reasons."""
 
-    model: Annotated[str, _help("GGUF file or Hugging Face directory; 'default' is SmolLM2-135M-Instruct")] = "default"
+    model: Annotated[
+        str, _help("GGUF file, directory or id of a Hugging Face model; 'default' is SmolLM2-135M-Instruct")
+    ] = "default"
+    revision: Annotated[str, _help("branch, tag or commit of a Hugging Face id; empty is its main branch")] = ""
     served_model_name: Annotated[str, _help("name of the model in the API")] = "auto"
     load_format: Annotated[
         Literal["checkpoint", "dummy"], _help("'dummy' makes random weights from the seed instead of reading them")
@@ -66,6 +110,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[AutoPositive, _help("longest sequence of prompt and output, in tokens")] = "auto"
     max_running_requests: Annotated[AutoPositive, _help("requests that may run at once")] = "auto"
     max_queued_requests: Annotated[AutoPositive, _help("requests that may wait; more are refused with 503")] = "auto"
+    max_penalised_requests: Annotated[
+        AutoPositive, _help("running requests that may have a repetition, presence or frequency penalty")
+    ] = "auto"
     mem_fraction: Annotated[AutoFraction, _help("share of the available memory for weights and KV cache")] = "auto"
     kv_cache_tokens: Annotated[AutoPositive, _help("tokens that the KV cache holds, instead of what fits")] = "auto"
     page_size: Annotated[AutoPositive, _help("tokens in a page of the KV cache")] = "auto"
@@ -80,11 +127,18 @@ class Settings(Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         str, Meta(pattern="^[!-~]*$"), _help("key that clients must send as a bearer token; empty asks for none")
     ] = ""
+    max_body_mib: Annotated[int, Meta(ge=1, le=1024), _help("largest request body, in MiB; larger ones get 413")] = 8
     drain_seconds: Annotated[float, Meta(ge=0, le=1e6), _help("how long running requests may go on after SIGTERM")] = (
         30.0
     )
+    max_restarts: Annotated[
+        int, Meta(ge=0), _help("restarts of a dead process within 10 minutes before the server gives up")
+    ] = 5
     record_dir: Annotated[str, _help("directory of the flight recorder")] = str(DEFAULT_CACHE_DIR.parent / "records")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("what is logged")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], _help("how it is written: lines of text, or one JSON object a line")
+    ] = "text"
 
 
 class SettingInfo(Struct, frozen=True):
@@ -97,10 +151,13 @@ class SettingInfo(Struct, frozen=True):
     default: str
     is_switch: bool
     of_server: bool  # means nothing to the offline API, `chat` and `generate`
+    group: str  # key of GROUPS
+    choices: tuple[str, ...]  # all that it may be; empty if that cannot be listed
 
 
 def infos() -> tuple[SettingInfo, ...]:
     hints = _hints()
+    group_of = {name: group for group, names in GROUPS.items() for name in names}
     return tuple(
         SettingInfo(
             name=field.name,
@@ -110,9 +167,15 @@ def infos() -> tuple[SettingInfo, ...]:
             default=str(field.default),
             is_switch=hints[field.name].__origin__ is bool,
             of_server=field.name in OF_SERVER,
+            group=group_of[field.name],
+            choices=_choices(hints[field.name].__origin__),
         )
         for field in msgspec.structs.fields(Settings)
     )
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    return tuple(map(str, typing.get_args(hint))) if typing.get_origin(hint) is Literal else ()
 
 
 def load(flags: Mapping[str, Any], toml_file: str = "") -> Settings:

@@ -9,6 +9,7 @@ whatever instant the process dies at, the records from tail to head are intact.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ class RingWriter:
         """Creates `path` anew. capacity: bytes for records."""
         self._capacity = capacity
         with path.open("w+b") as file:
-            file.truncate(_HEADER.size + capacity)
+            # Not a sparse file: a disk that fills up later would end this process at a write (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, _HEADER.size + capacity)
             self._map = mmap.mmap(file.fileno(), _HEADER.size + capacity)
         self._map[: _HEADER.size] = _HEADER.pack(MAGIC, capacity, 0, 0)
         self._tail = self._head = 0

@@ -1,8 +1,7 @@
 """Token ids to text, as they come.
 
-TextStream            one sequence: what a client sees of it, and how many tokens it costs
- ├─ IncrementalDecoder   ids -> text; holds back what is not yet a whole character
- └─ StopFinder           text -> text; holds back what may become a stop string, ends at the first one
+IncrementalDecoder   ids -> text; holds back what is not yet a whole character
+StopFinder           text -> text; holds back what may become a stop string, ends at the first one
 """
 
 from __future__ import annotations
@@ -116,39 +115,3 @@ class StopFinder:
                 if any(stop.startswith(suffix) for stop in self._stops):
                     return start
         return len(text)
-
-
-class TextStream:
-    """What a client sees of one sequence: its text, whether a stop string ended it, and its length in tokens."""
-
-    def __init__(self, tokenizer: Decoder, stop: tuple[str, ...]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._finder = StopFinder(stop)
-        self.num_tokens = 0  # up to and including the one that completed a stop string
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found: no more text will come, whatever is pushed."""
-        return self._finder.found
-
-    def push(self, token_ids: Sequence[int], finished: bool, drop_last: bool) -> str:
-        """The new text.
-
-        `finished`: the sequence ends with these tokens, so nothing is held back.
-        `drop_last`: the last of them is a stop id, which is counted but not rendered.
-        """
-        if self._finder.found:
-            return ""
-        pieces = []
-        rendered = token_ids[:-1] if drop_last else token_ids
-        for token in rendered:
-            self.num_tokens += 1
-            pieces.append(self._finder.push(self._decoder.push(token)))
-            if self.stopped:
-                return "".join(pieces)
-        self.num_tokens += len(token_ids) - len(rendered)
-        if finished:
-            pieces.append(self._finder.push(self._decoder.flush()))
-            if not self.stopped:
-                pieces.append(self._finder.flush())
-        return "".join(pieces)

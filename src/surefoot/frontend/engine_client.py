@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol, assert_never
 
-from surefoot.frontend.detokenizer import TextStream
+from surefoot.frontend.output import Output, Score, ScoredToken, scores
 from surefoot.protocol.messages import (
     Abort,
     Accepted,
@@ -25,14 +25,15 @@ from surefoot.protocol.messages import (
     EngineReady,
     Event,
     Finished,
-    FinishReason,
-    GenerateRequest,
+    Logprobs,
     RefusalCause,
     Refused,
     Stop,
     Submit,
     TokenBatch,
 )
+
+RETRY_SECONDS = 5  # if nobody can tell how long it will take
 
 
 class EngineClientError(Exception):
@@ -44,7 +45,9 @@ class Overloaded(EngineClientError):
 
 
 class EngineUnavailable(EngineClientError):
-    pass
+    def __init__(self, message: str, retry_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds  # after which trying again may help
 
 
 class RequestRefused(EngineClientError):
@@ -64,11 +67,20 @@ class EngineState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """The first update of one sequence: its prompt is computed."""
+
+    index: int  # of the sequence among those submitted together
+    prompt_scores: tuple[Score, ...]  # of the prompt's tokens from the second on, if they were asked for
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text of one sequence: all that had arrived when it was asked for, so often of several tokens."""
 
-    index: int  # of the sequence among those submitted together
+    index: int
     text: str  # not empty
+    tokens: tuple[ScoredToken, ...]  # whose text begins in it, if logprobs were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +91,10 @@ class Ended:
     reason: Literal["stop", "length"]
     output_tokens: int  # a stop id counts; what was computed after a stop string does not
     cached_tokens: int  # prompt tokens that came from the prefix cache
+    tokens: tuple[ScoredToken, ...]  # those without text that no Delta had
 
 
-Update = Delta | Ended
+Update = Begun | Delta | Ended
 
 
 class CommandSender(Protocol):
@@ -95,14 +108,18 @@ class EventReceiver(Protocol):
 class _Sequence:
     """One request in flight: filled by the receiving task, emptied by the task that serves its client."""
 
-    def __init__(self, index: int, request: GenerateRequest, text: TextStream, generation: _Generation) -> None:
+    def __init__(self, index: int, output: Output, generation: _Generation) -> None:
         self.index = index
-        self.request_id = request.id
-        self.text = text
+        self.request_id = output.request.id
+        self.output = output
         self.generation = generation
         self.accepted = False
+        self.prompt_logprobs: list[Logprobs] = []
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []  # of `tokens`
         self.finished: Finished | None = None
+        self.unsent: tuple[ScoredToken, ...] = ()  # for its last update
+        self.begun = False  # its first update is out
         self.ended = False  # its last update is out
 
 
@@ -121,15 +138,16 @@ class _Generation:
 class EngineClient:
     """Lives in one asyncio loop. `run` must be running for anything to come back."""
 
-    def __init__(self, sender: CommandSender, receiver: EventReceiver) -> None:
+    def __init__(self, sender: CommandSender, receiver: EventReceiver, first_request_id: int = 1) -> None:
         self._sender = sender
         self._receiver = receiver
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(first_request_id)
         self._in_engine: dict[int, _Sequence] = {}  # submitted, and not known to have ended there
         self._generations: set[_Generation] = set()
         self._engine_state = EngineState.LOADING
         self._draining = False
         self._death = ""
+        self.retry_seconds = RETRY_SECONDS  # for a client that is turned away
         self._left = asyncio.Event()  # a generation has ended, for wait_idle
         self._subscribers: list[Callable[[Event], None]] = []
 
@@ -160,23 +178,21 @@ class EngineClient:
         self._subscribers.append(callback)
 
     @asynccontextmanager
-    async def generate(
-        self, sequences: Sequence[tuple[GenerateRequest, TextStream]]
-    ) -> AsyncIterator[AsyncIterator[Update]]:
-        """Submits the sequences and enters when the engine has accepted them all.
+    async def generate(self, outputs: Sequence[Output]) -> AsyncIterator[AsyncIterator[Update]]:
+        """Submits the outputs' requests and enters when the engine has accepted them all.
 
         Gives their updates as they come, the last one of each sequence an `Ended`; raises RequestFailed from among
         them if a sequence ends without an answer. Entering raises Overloaded, RequestRefused or EngineUnavailable.
         Leaving early, for any reason, aborts what still runs.
         """
         if self.state is not EngineState.READY:
-            raise EngineUnavailable(self.state_detail)
+            raise EngineUnavailable(self.state_detail, self.retry_seconds)
         generation = _Generation()
-        members = [_Sequence(index, *pair, generation) for index, pair in enumerate(sequences)]
+        members = [_Sequence(index, output, generation) for index, output in enumerate(outputs)]
         self._generations.add(generation)
         self._in_engine.update((member.request_id, member) for member in members)
         try:
-            self._sender.send([Submit(request) for request, _ in sequences])
+            self._sender.send([Submit(output.request) for output in outputs])
             await self._accepted(generation, members)
             yield self._updates(generation, members)
         finally:
@@ -184,15 +200,24 @@ class EngineClient:
             self._abort([member.request_id for member in members])
             self._left.set()
 
+    def connect(self, sender: CommandSender, receiver: EventReceiver) -> None:
+        """Speaks to another engine from now on. `run` must be cancelled before, and started anew."""
+        self._sender = sender
+        self._receiver = receiver
+
     async def run(self) -> None:
         """Hands events to those they concern, until cancelled."""
         while True:
             for event in await self._receiver.receive():
                 self._handle(event)
 
-    def engine_died(self, detail: str, restarting: bool) -> None:
-        """Ends every open generation with an error. Until another engine is ready, new ones are turned away."""
+    def engine_died(self, detail: str, restarting: bool, retry_seconds: int = RETRY_SECONDS) -> None:
+        """Ends every open generation with an error. Until another engine is ready, new ones are turned away.
+
+        No event of the dead engine may be handed out afterwards: `run` must have been cancelled.
+        """
         self._death = detail
+        self.retry_seconds = retry_seconds
         self._engine_state = EngineState.RESTARTING if restarting else EngineState.DEAD
         self._in_engine.clear()
         self._fail_all(RequestFailed(f"the engine died while it served this request: {detail}"))
@@ -237,7 +262,7 @@ class EngineClient:
             generation.news.clear()
             match generation.failure:
                 case RequestFailed() as failure:  # nothing of it has run: the client may try again
-                    raise EngineUnavailable(str(failure))
+                    raise EngineUnavailable(str(failure), self.retry_seconds)
                 case EngineClientError() as failure:
                     raise failure
         generation.news.set()  # tokens may have come along with the last acceptance
@@ -252,32 +277,34 @@ class EngineClient:
                         yield update
             if generation.failure:
                 for member in members:
-                    if member.text.stopped and not member.ended:  # complete but for the count of cached tokens
+                    if member.output.stopped and not member.ended:  # complete but for the count of cached tokens
                         member.ended = True
-                        yield Ended(member.index, "stop", member.text.num_tokens, 0)
+                        yield Ended(member.index, "stop", len(member.output.token_ids), 0, member.unsent)
                 if not all(member.ended for member in members):
                     raise generation.failure
 
     def _advance(self, member: _Sequence) -> Iterator[Update]:
         """What has happened to a sequence since it was last asked."""
-        tokens, member.tokens = member.tokens, []
-        finished = member.finished
-        stop_id = finished is not None and finished.reason is FinishReason.STOP
-        was_stopped = member.text.stopped
-        if not was_stopped and (tokens or finished):
-            text = member.text.push(tokens, finished is not None, drop_last=stop_id)
-            if text:
-                yield Delta(member.index, text)
-            if member.text.stopped and finished is None:
-                self._sender.send([Abort(member.request_id)])
+        output, finished, was_stopped = member.output, member.finished, member.output.stopped
+        tokens, logprobs, member.tokens, member.logprobs = member.tokens, member.logprobs, [], []
+        if tokens and not member.begun:
+            member.begun = True
+            yield Begun(member.index, tuple(scores(member.prompt_logprobs)))
+        piece = output.push(tokens, logprobs, finished)
+        if piece.text:
+            yield Delta(member.index, piece.text, piece.tokens)
+        else:
+            member.unsent += piece.tokens
         if finished is None:
-            # After a stop string the engine's answer to the abort is awaited: it tells how much was cached.
+            if output.stopped and not was_stopped:
+                # The engine's answer to the abort is awaited: it tells how much was cached.
+                self._sender.send([Abort(member.request_id)])
             return
-        if not member.text.stopped and finished.reason in (FinishReason.ERROR, FinishReason.ABORTED):
+        if not output.is_complete(finished):
             raise RequestFailed(finished.detail or "the engine aborted this request")
         member.ended = True
-        reason: Literal["stop", "length"] = "stop" if stop_id or member.text.stopped else "length"
-        yield Ended(member.index, reason, member.text.num_tokens, finished.cached_tokens)
+        reason, count = output.finish_reason(finished), len(output.token_ids)
+        yield Ended(member.index, reason, count, finished.cached_tokens, member.unsent)
 
     def _handle(self, event: Event) -> None:
         for callback in self._subscribers:
@@ -304,6 +331,12 @@ class EngineClient:
             if member := in_engine.get(request_id):
                 member.tokens.append(token)
                 member.generation.news.set()
+        for part in batch.logprobs:
+            if member := in_engine.get(part.request_id):
+                member.logprobs.append(part)
+        for part in batch.prompt_logprobs:
+            if member := in_engine.get(part.request_id):
+                member.prompt_logprobs.append(part)
         for finished in batch.finished:
             if member := in_engine.pop(finished.request_id, None):
                 member.finished = finished

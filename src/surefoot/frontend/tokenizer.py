@@ -8,8 +8,9 @@ the `tokenizers` library, so both treat text as Hugging Face's fast tokenizers d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -18,7 +19,9 @@ from surefoot.checkpoint.errors import TokenizerError
 from surefoot.checkpoint.gguf import GGUFFile
 from surefoot.config.engine_plan import CheckpointRef
 from surefoot.frontend.chat_template import ChatTemplate, ChatTemplateError, Message, NoChatTemplate
-from surefoot.frontend.gguf_tokenizer import end_of_text_ids, read_backend, special_tokens
+from surefoot.frontend.gguf_tokenizer import read_backend
+from surefoot.frontend.gguf_vocab import GGUFVocab
+from surefoot.frontend.token_bytes import TokenBytes
 
 
 class Tokenizer:
@@ -29,9 +32,11 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._template = template
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._token_bytes = TokenBytes(backend)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         self.eos_ids = tuple(sorted(set(eos_ids)))  # any of them ends a text
-        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)  # characters
+        self.longest_token = max(map(len, vocab), default=1)  # characters
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text.
@@ -53,13 +58,34 @@ class Tokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, often a part of a character; a special token's is its own text.
+
+        Empty for an id beyond the vocabulary, which a model may have. The bytes of the tokens of a text add up to it,
+        but for the space that SentencePiece puts before a text.
+        """
+        return self._token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, with U+FFFD for what is not a whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     @property
     def has_chat_template(self) -> bool:
         return isinstance(self._template, ChatTemplate)
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The prompt text for a conversation. Raises ChatTemplateError if there is no template, or if it refuses."""
-        return self._template.render(messages, add_generation_prompt)
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The prompt text for a conversation.
+
+        `variables` are the names besides the messages that a template may read, such as Qwen 3's `enable_thinking`;
+        others are without effect. Raises ChatTemplateError if there is no template, or if it refuses.
+        """
+        return self._template.render(messages, add_generation_prompt, variables)
 
 
 def load_tokenizer(ref: CheckpointRef) -> Tokenizer:
@@ -68,11 +94,15 @@ def load_tokenizer(ref: CheckpointRef) -> Tokenizer:
 
 
 def _load_gguf(file: GGUFFile) -> Tokenizer:
-    template = _template(file.path, file.value_or("tokenizer.chat_template", ""), special_tokens(file))
-    return Tokenizer(read_backend(file), end_of_text_ids(file), template)
+    vocab = GGUFVocab(file)
+    template = _template(file.path, file.metadata.get("tokenizer.chat_template"), vocab.special_tokens())
+    return Tokenizer(read_backend(file, vocab), vocab.end_of_text_ids(), template)
 
 
-def _template(path: Path, source: str, tokens: dict[str, str]) -> ChatTemplate | NoChatTemplate:
+def _template(path: Path, source: object, tokens: dict[str, str]) -> ChatTemplate | NoChatTemplate:
+    """`source` is None or empty if there is none."""
+    if not isinstance(source, str | None):
+        raise TokenizerError(f"{path}: chat_template = {source!r} is not a text")
     try:
         return ChatTemplate(source, tokens) if source else NoChatTemplate()
     except ChatTemplateError as error:
@@ -128,24 +158,22 @@ def _eos_ids(directory: Path) -> list[int]:
     return found
 
 
-def _template_source(directory: Path, config: dict[str, Any]) -> str:
-    """The default chat template, empty if there is none. A file of its own wins over tokenizer_config.json."""
+def _template_source(directory: Path, config: dict[str, Any]) -> object:
+    """The default chat template, None if there is none. A file of its own wins over tokenizer_config.json."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    config_path = directory / "tokenizer_config.json"
-    match config.get("chat_template"):
-        case None:
-            return ""
-        case str() as source:
-            return source
-        case list() as named:
-            sources = {entry["name"]: entry["template"] for entry in named}
-            if "default" in sources:
-                return str(sources["default"])
-            raise TokenizerError(f"{config_path}: none of the chat templates ({', '.join(sources)}) is the default")
-        case other:
-            raise TokenizerError(f"{config_path}: chat_template = {other!r} is not a text")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{path} is not UTF-8: {error}") from error
+    source = config.get("chat_template")
+    if not isinstance(source, list):
+        return source
+    named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
+    if "default" not in named:
+        config_path = directory / "tokenizer_config.json"
+        raise TokenizerError(f"{config_path}: none of the chat templates ({', '.join(named)}) is the default")
+    return named["default"]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -154,7 +182,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         parsed = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise TokenizerError(f"{path} holds {type(parsed).__name__}, not a JSON object")

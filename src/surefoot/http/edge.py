@@ -14,21 +14,24 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from surefoot.config.engine_plan import ServerPlan
 from surefoot.http.errors import ApiError, to_api_error
 from surefoot.http.metrics import Metrics, Outcome
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_REQUEST_ID_CHARACTERS = 128
-TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES} bytes"
+MAX_LENGTH_DIGITS = 20
 GENERATION_PATHS = {"/v1/chat/completions", "/v1/completions"}
+# What load balancers and Prometheus ask for, who have no key. Everything else asks for it, if there is one.
+OPEN_PATHS = {"/", "/health", "/ready", "/version", "/metrics", "/metrics/vllm", "/metrics/sglang"}
 
 log = logging.getLogger("surefoot.http")
 
 
 class Edge:
-    def __init__(self, app: ASGIApp, api_key: str, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, plan: ServerPlan, metrics: Metrics) -> None:
         self._app = app
-        self._authorization = f"Bearer {api_key}".encode() if api_key else b""
+        self._authorization = f"Bearer {plan.api_key}".encode() if plan.api_key else b""
+        self._max_body_bytes = plan.max_body_bytes
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,27 +52,47 @@ class Edge:
 
         try:
             self._check(scope["path"], headers)
-            await self._app(scope, _limited(receive), send_with_id)
+            await self._app(scope, self._limited(receive), send_with_id)
         except Exception as error:
             if not isinstance(error, ApiError):
-                log.exception("%s %s %s: unforeseen error", request_id, scope["method"], scope["path"])
+                line = _one_line(f"{request_id} {scope['method']} {scope['path']}: unforeseen error")
+                log.exception("%s", line, extra={"request_id": request_id})
             if status:
                 raise  # the answer has begun: the server closes the connection
             api_error = to_api_error(error)
             scope["state"]["refusal"] = str(api_error)
             await api_error.response()(scope, receive, send_with_id)
         if status >= 400 and scope["path"] in GENERATION_PATHS:
-            log.info("%s %d %s: %s", request_id, status, scope["path"], scope["state"]["refusal"])
+            line = _one_line(f"{request_id} {status} {scope['path']}: {scope['state']['refusal']}")
+            log.info("%s", line, extra={"request_id": request_id})
             self._metrics.count_request(Outcome.REFUSED if status < 500 or status == 503 else Outcome.FAILED)
 
     def _check(self, path: str, headers: Headers) -> None:
-        if self._authorization and path.startswith("/v1/"):
+        if self._authorization and path not in OPEN_PATHS:
             given = headers.get("authorization", "").encode()
             if not hmac.compare_digest(given, self._authorization):
                 raise ApiError(401, "wrong or missing key: send `Authorization: Bearer <key>`", code="invalid_api_key")
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            raise ApiError(413, TOO_LARGE)
+        length = headers.get("content-length", "0")[:MAX_LENGTH_DIGITS]
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            raise ApiError(413, self._too_large)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Counts the body, which may come in chunks without a Content-Length."""
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return counted
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_body_bytes} bytes, the limit set by --max-body-mib"
 
 
 def _request_id(headers: Headers) -> str:
@@ -79,16 +102,6 @@ def _request_id(headers: Headers) -> str:
     return given if usable else uuid.uuid4().hex
 
 
-def _limited(receive: Receive) -> Receive:
-    """Counts the body, which may come in chunks without a Content-Length."""
-    size = 0
-
-    async def counted() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, TOO_LARGE)
-        return message
-
-    return counted
+def _one_line(text: str) -> str:
+    """What clients send may not look like lines of the log."""
+    return text if text.isprintable() else ascii(text)

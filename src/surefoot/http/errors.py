@@ -1,7 +1,8 @@
 """Errors a client can see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
 ApiError(status, message, param, code)          made from whatever was raised, in one place: `to_api_error`
- ├─ 400  RequestValidationError    not JSON, a missing, unknown, wrong or unsupported parameter
+ ├─ 400  InvalidJson               no JSON, or not as the RFC has it
+ │       RequestValidationError    a missing, unknown, wrong or unsupported parameter
  │       ParameterError            a value out of range; ContextTooLong names both lengths
  │       ChatTemplateError         messages that the model's template does not take
  │       RequestRefused            the engine refused what the frontend let pass
@@ -24,15 +25,15 @@ from starlette.responses import Response
 from surefoot.frontend.chat_template import ChatTemplateError
 from surefoot.frontend.engine_client import EngineUnavailable, Overloaded, RequestFailed, RequestRefused
 from surefoot.frontend.sampling_params import ContextTooLong, ParameterError
+from surefoot.http.json_body import InvalidJson
 
 OVERLOADED_RETRY_SECONDS = 1
-UNAVAILABLE_RETRY_SECONDS = 5
 INTERNAL_MESSAGE = "internal error; the server's log has the details under this response's X-Request-Id"
 TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable"}
 
 
 class ApiError(Exception):
-    """`param` and `code` are null in the body if they are empty."""
+    """`param` and `code` are null in the body if they are empty. What cannot be encoded becomes "?" there."""
 
     def __init__(self, status: int, message: str, param: str = "", code: str = "", retry_after: int = 0) -> None:
         super().__init__(message)
@@ -45,8 +46,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param or None, "code": self.code or None}
-        return {"error": error}
+        message, param = (text.encode(errors="replace").decode() for text in (self.message, self.param))
+        return {"error": {"message": message, "type": kind, "param": param or None, "code": self.code or None}}
 
     def response(self) -> Response:
         headers = {"Retry-After": str(self.retry_after)} if self.retry_after else {}
@@ -71,9 +72,11 @@ def to_api_error(error: Exception) -> ApiError:
         case Overloaded():
             return ApiError(503, str(error), code="queue_full", retry_after=OVERLOADED_RETRY_SECONDS)
         case EngineUnavailable():
-            return ApiError(503, str(error), code="engine_unavailable", retry_after=UNAVAILABLE_RETRY_SECONDS)
+            return ApiError(503, str(error), code="engine_unavailable", retry_after=error.retry_seconds)
         case RequestFailed():
             return ApiError(500, str(error), code="request_failed")
+        case InvalidJson():
+            return ApiError(400, error.detail, code="invalid_json")
         case HTTPException():
             return ApiError(error.status_code, error.detail)
         case _:
@@ -83,9 +86,6 @@ def to_api_error(error: Exception) -> ApiError:
 def _validation_error(errors: Sequence[dict[str, Any]]) -> ApiError:
     """Speaks of the first wrong parameter. A union of types gives one error for each type: all are told."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        detail = f"{first['ctx']['error']} at position {first['loc'][-1]}"
-        return ApiError(400, f"the body is not valid JSON: {detail}", code="invalid_json")
     if len(first["loc"]) < 2:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     name = str(first["loc"][1])

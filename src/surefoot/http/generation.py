@@ -20,13 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from surefoot.frontend.detokenizer import TextStream
-from surefoot.frontend.engine_client import Delta, Ended, Update
+from surefoot.frontend.engine_client import Begun, Delta, Ended, RequestFailed, Update
+from surefoot.frontend.output import Output, Score, ScoredToken
 from surefoot.http.errors import to_api_error
 from surefoot.http.metrics import Outcome
-from surefoot.http.openai_schema import GenerationBody
-from surefoot.http.service import Service
-from surefoot.protocol.messages import GenerateRequest
+from surefoot.http.openai_schema import NO_STREAM_OPTIONS, GenerationBody, StreamOptions
+from surefoot.http.service import Service, in_turn
+from surefoot.http.tally import Tally
 
 Json = dict[str, Any]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -35,69 +35,54 @@ SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-
 log = logging.getLogger("surefoot.http")
 
 
+@dataclass
+class Choice:
+    """One sequence of a whole answer."""
+
+    index: int
+    prompt_scores: Sequence[Score] = ()
+    texts: list[str] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
 class AnswerShape(Protocol):
-    """How an endpoint spells its answer. Each method gives the choices of a whole answer or of one chunk."""
+    """How an endpoint spells its answer. Stream and whole are spelled from the same updates."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
-    def whole(self, index: int, text: str, reason: str) -> Json: ...
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The fields that the envelope does not have."""
 
-    def opening(self, count: int) -> list[Json]:
-        """Choices of the first chunk, before any text; empty if there is no such chunk."""
+    def opening(self) -> list[Json]:
+        """Choices of the first chunk, before anything is computed; empty if there is no such chunk."""
 
-    def piece(self, index: int, text: str) -> Json: ...
+    def begun(self, index: int, prompt_scores: Sequence[Score]) -> list[Json]:
+        """Choices of the chunk after a prompt; empty if there is no such chunk."""
 
-    def ending(self, index: int, reason: str) -> Json: ...
+    def piece(self, index: int, text: str, tokens: Sequence[ScoredToken]) -> Json: ...
 
-
-@dataclass
-class _Tally:
-    """What has been generated for one HTTP request."""
-
-    began: float  # time.monotonic() when the request arrived
-    sequences: Sequence[tuple[GenerateRequest, TextStream]]
-    cached_tokens: int = 0
-    reasons: list[str] = field(default_factory=list)
-    last_text: dict[int, float] = field(default_factory=dict)  # sequence -> when its latest text came
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(request.prompt_ids) for request, _ in self.sequences)
-
-    @property
-    def output_tokens(self) -> int:
-        """So far: an answer that is cut short has a count too."""
-        return sum(text.num_tokens for _, text in self.sequences)
-
-    def usage(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.output_tokens,
-            "total_tokens": self.prompt_tokens + self.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    def ending(self, index: int, reason: str, tokens: Sequence[ScoredToken]) -> Json: ...
 
 
 class GenerationResponse(Response):
     def __init__(
-        self,
-        service: Service,
-        request: Request,
-        body: GenerationBody,
-        sequences: Sequence[tuple[GenerateRequest, TextStream]],
-        shape: AnswerShape,
+        self, service: Service, request: Request, body: GenerationBody, outputs: Sequence[Output], shape: AnswerShape
     ) -> None:
         super().__init__()
         self._service = service
+        self._body = body
+        self._outputs = outputs
+        self._shape = shape
         self._request_id: str = request.state.request_id
         self._path = request.url.path
-        self._stream = body.stream
-        self._include_usage = body.include_usage
-        self._sequences = sequences
-        self._shape = shape
-        self._tally = _Tally(request.state.began, sequences)
+        self._tally = Tally(service.metrics, request.state.began, outputs)
         self._envelope = {"id": shape.id_prefix + uuid.uuid4().hex, "created": int(time.time()), "model": body.model}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,83 +96,93 @@ class GenerationResponse(Response):
 
     async def _answer(self, send: Send) -> None:
         """Errors before the answer has begun are raised: the application turns them into an error response."""
-        async with self._service.client.generate(self._sequences) as updates:
-            if self._stream:
+        async with self._service.client.generate(self._outputs) as updates:
+            self._tally.count_accepted(self._body.n)
+            if self._body.stream:
                 await self._send_events(updates, send)
             else:
                 await self._send_whole(updates, send)
 
     async def _send_whole(self, updates: AsyncIterator[Update], send: Send) -> None:
-        texts: list[list[str]] = [[] for _ in self._sequences]
-        reasons = [""] * len(texts)
-        async for update in updates:
-            self._count(update)
-            match update:
-                case Delta(index, text):
-                    texts[index].append(text)
-                case Ended(index, reason):
-                    reasons[index] = reason
-        choices = [self._shape.whole(index, "".join(pieces), reasons[index]) for index, pieces in enumerate(texts)]
-        content = msgspec.json.encode(
-            self._envelope | {"object": self._shape.whole_object, "choices": choices, "usage": self._tally.usage()}
-        )
+        choices = [Choice(index) for index in range(len(self._outputs))]
+        try:
+            async for update in updates:
+                self._tally.count(update)
+                choice = choices[update.index]
+                match update:
+                    case Begun(_, prompt_scores):
+                        choice.prompt_scores = prompt_scores
+                    case Delta(_, text, tokens):
+                        choice.texts.append(text)
+                        choice.tokens += tokens
+                    case Ended():
+                        choice.reason = update.reason
+                        choice.tokens += update.tokens
+        except RequestFailed:
+            self._tally.end_open("error")
+            raise
+        scored = sum(len(choice.prompt_scores) + len(choice.tokens) for choice in choices)
+        content = await in_turn(scored, lambda: self._whole(choices))
         length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": content})
         self._record(Outcome.COMPLETED)
 
     async def _send_events(self, updates: AsyncIterator[Update], send: Send) -> None:
-        outcome = Outcome.COMPLETED
+        outcome, shape = Outcome.COMPLETED, self._shape
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         try:
-            if opening := self._shape.opening(len(self._sequences)):
+            if opening := shape.opening():
                 await send(self._event(opening))
             async for update in updates:
-                self._count(update)
+                self._tally.count(update)
                 match update:
-                    case Delta(index, text):
-                        await send(self._event([self._shape.piece(index, text)]))
-                    case Ended(index, reason):
-                        await send(self._event([self._shape.ending(index, reason)]))
-            if self._include_usage:
-                await send(self._event([], self._tally.usage()))
+                    case Begun(index, prompt_scores):
+                        if begun := shape.begun(index, prompt_scores):
+                            await send(self._event(begun))
+                    case Delta(index, text, tokens):
+                        await send(self._event([shape.piece(index, text, tokens)]))
+                    case Ended():
+                        await send(self._event([shape.ending(update.index, update.reason, update.tokens)]))
+            if self._options.include_usage:
+                await send(self._event([], self._tally.whole_usage()))
             last = b"data: [DONE]\n\n"
         except Exception as error:
             outcome = Outcome.FAILED
+            self._tally.end_open("error")
             api_error = to_api_error(error)
-            log.error("%s failed: %s", self._request_id, error, exc_info=api_error.code == "internal_error")
+            unforeseen = api_error.code == "internal_error"
+            log.error("%s failed: %s", self._request_id, error, exc_info=unforeseen, extra=self._log_fields)
             last = b"data: " + msgspec.json.encode(api_error.body) + b"\n\n"
         await send({"type": "http.response.body", "body": last})
         self._record(outcome)
 
+    def _whole(self, choices: Sequence[Choice]) -> bytes:
+        answer = {"object": self._shape.whole_object, "usage": self._tally.whole_usage()}
+        return msgspec.json.encode(self._envelope | self._shape.whole(choices) | answer)
+
     def _event(self, choices: list[Json], usage: Json | None = None) -> Json:
         """With include_usage every chunk has a usage, which is null in all but the last."""
         chunk = self._envelope | {"object": self._shape.chunk_object, "choices": choices}
-        if self._include_usage:
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = usage or self._tally.usage()
+        elif self._options.include_usage:
             chunk["usage"] = usage
         data = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         return {"type": "http.response.body", "body": data, "more_body": True}
 
-    def _count(self, update: Update) -> None:
-        tally, metrics = self._tally, self._service.metrics
-        match update:
-            case Delta(index):
-                now = time.monotonic()
-                if index in tally.last_text:
-                    metrics.inter_token.observe(now - tally.last_text[index])
-                else:
-                    metrics.time_to_first_token.observe(now - tally.began)
-                tally.last_text[index] = now
-            case Ended(index, reason, _, cached_tokens):
-                tally.cached_tokens += cached_tokens
-                tally.reasons.append(reason)
-                metrics.count_prompt(len(self._sequences[index][0].prompt_ids), cached_tokens)
+    @property
+    def _options(self) -> StreamOptions:
+        return self._body.stream_options or NO_STREAM_OPTIONS
+
+    @property
+    def _log_fields(self) -> dict[str, str]:
+        return {"request_id": self._request_id}
 
     def _record(self, outcome: Outcome) -> None:
         tally = self._tally
-        seconds = time.monotonic() - tally.began
+        tally.end_open("abort")
         self._service.metrics.count_request(outcome)
-        self._service.metrics.request_seconds.observe(seconds)
         log.info(
             "%s %s %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
             self._request_id,
@@ -196,8 +191,9 @@ class GenerationResponse(Response):
             tally.prompt_tokens,
             tally.cached_tokens,
             tally.output_tokens,
-            seconds,
+            time.monotonic() - tally.began,
             ",".join(tally.reasons) or "no finish reason",
+            extra=self._log_fields,
         )
 
 

@@ -1,28 +1,27 @@
-"""What the endpoints work with, and how texts become prompts."""
+"""What the endpoints work with, and how texts and messages become prompts and outputs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from surefoot.config.engine_plan import ServerPlan
-from surefoot.frontend.detokenizer import TextStream
 from surefoot.frontend.engine_client import EngineClient
-from surefoot.frontend.sampling_params import ContextTooLong, SamplingParams, Vocabulary
+from surefoot.frontend.output import Output
+from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, SamplingParams, Vocabulary
 from surefoot.http.errors import ApiError
 from surefoot.http.metrics import Metrics
-from surefoot.protocol.messages import GenerateRequest
+from surefoot.http.openai_schema import ChatMessage, GenerationBody, TemplateOptions
 
-INLINE_CHARACTERS = 4_096  # longer texts are tokenized in a thread: other clients' tokens go on meanwhile
+INLINE_SIZE = 4_096  # what is longer is worked on in a thread: other clients' tokens go on meanwhile
+
+T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
     """What the server needs of `frontend.tokenizer.Tokenizer`."""
-
-    @property
-    def vocab_size(self) -> int: ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -34,7 +33,13 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -44,35 +49,83 @@ class Service:
     client: EngineClient
     metrics: Metrics
 
+    @property
+    def places(self) -> int:
+        """Sequences that the engine holds at once: more in one request would always be refused."""
+        bounds = self.plan.engine.bounds
+        return bounds.max_running_requests + bounds.max_queued_requests
+
     def check_model(self, name: str) -> None:
         served = self.plan.engine.served_model_name
         if name != served:
             raise ApiError(404, f"model {name!r} is not served here; ask for {served!r}", "model", "model_not_found")
 
-    async def tokenize(self, characters: int, param: str, work: Callable[[], list[int]]) -> list[int]:
-        """The result of `work`, which tokenizes so many characters: here if they are few, else in a thread.
+    def check_fits(self, characters: int, tokens: int, param: str) -> None:
+        """Refuses a prompt before it is tokenized if it cannot fit: each token has at most so many characters.
 
-        Raises ContextTooLong first if they cannot fit, whatever they are: a token has at most so many characters.
+        `tokens` come in any case. Raises ContextTooLong.
         """
         longest = self.plan.engine.bounds.max_model_len
-        at_least = characters // self.tokenizer.longest_token
+        at_least = tokens + characters // self.tokenizer.longest_token
         if at_least > longest:
             raise ContextTooLong(
                 param, f"the prompt has at least {at_least} tokens and the context of this server holds {longest}"
             )
-        if characters > INLINE_CHARACTERS:
-            return await asyncio.to_thread(work)
-        await asyncio.sleep(0)  # other clients' turn, in a request of many short prompts
-        return work()
 
-    def sequence(self, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[GenerateRequest, TextStream]:
-        """One sequence to generate. Without a seed of the user, each request draws its own noise."""
-        request_id = self.client.new_id()
-        request = params.to_request(
-            request_id,
-            prompt_ids,
-            Vocabulary(self.plan.engine.model.vocab_size, self.tokenizer.eos_ids),
-            self.plan.engine.bounds.max_model_len,
-            default_seed=self.plan.engine.seed + request_id,
-        )
-        return request, TextStream(self.tokenizer, tuple(params.stop))
+    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises ParameterError."""
+        return await in_turn(len(text), lambda: self._encode(text, "prompt", add_special_tokens))
+
+    async def chat_ids(
+        self, messages: Sequence[ChatMessage], options: TemplateOptions, add_special_tokens: bool
+    ) -> list[int]:
+        """Raises ParameterError, ChatTemplateError."""
+        plain = [message.for_template() for message in messages]
+
+        def encode() -> list[int]:
+            beginning = options.add_generation_prompt
+            text = self.tokenizer.apply_chat_template(plain, beginning, options.chat_template_kwargs)
+            if options.continue_final_message:
+                text = _cut_after(text, plain[-1]["content"])
+            return self._encode(text, "messages", add_special_tokens)
+
+        return await in_turn(sum(len(message["content"]) for message in plain), encode)
+
+    def outputs(self, prompt_ids: Sequence[int], params: SamplingParams, body: GenerationBody) -> list[Output]:
+        """The `body.n` sequences of one prompt. Without a seed of the user, each draws its own noise."""
+        engine = self.plan.engine
+        siblings = tuple(self.client.new_id() for _ in range(body.n))
+        placement = body.placement(siblings)
+        vocabulary = Vocabulary(engine.model.vocab_size, self.tokenizer.eos_ids)
+        requests = [
+            params.to_request(
+                request_id, prompt_ids, vocabulary, engine.bounds.max_model_len, engine.seed + request_id, placement
+            )
+            for request_id in siblings
+        ]
+        return [Output(request, params, self.tokenizer) for request in requests]
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens)
+        except ValueError as error:  # half a character, which chat_template_kwargs may have brought
+            raise ParameterError(param, f"the prompt cannot be tokenized: {error}") from error
+
+
+async def in_turn(size: int, work: Callable[[], T]) -> T:
+    """The result of `work` on so many characters or tokens: here if they are few, else in a thread."""
+    if size > INLINE_SIZE:
+        return await asyncio.to_thread(work)
+    await asyncio.sleep(0)  # other clients' turn, in a request of many prompts
+    return work()
+
+
+def _cut_after(text: str, content: str) -> str:
+    """`text` up to the end of the last message's content, which templates may strip of white space."""
+    for known in (content, content.strip()):
+        at = text.rfind(known)
+        if known and at >= 0:
+            return text[: at + len(known)]
+    raise ParameterError(
+        "continue_final_message", "the model's chat template does not write the final message as it is, or it is empty"
+    )

@@ -1,7 +1,7 @@
 """Typed one-way channels between two processes: msgspec over ZeroMQ.
 
 The receiver binds, the sender connects; either may start first. A channel does not tell of the other side's death:
-the supervisor does.
+the supervisor does, and gives both sides the address of a new one (`control.Connect`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+LINGER_MS = 1000  # in which the last messages may still leave
+
 T = TypeVar("T")
 
 
@@ -22,15 +24,16 @@ class Sender(Generic[T]):
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 1000)  # milliseconds in which the last messages may still leave
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, messages: Sequence[T]) -> None:
         self._socket.send(self._encoder.encode(messages))
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, linger: bool = True) -> None:
+        """linger: whether messages that have not left may still do so. Not if their receiver is dead."""
+        self._socket.close(None if linger else 0)
 
 
 class Receiver(Generic[T]):

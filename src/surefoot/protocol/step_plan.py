@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from surefoot.protocol.messages import Sampling
+from surefoot.protocol.messages import Logprobs, Sampling
+
+NO_COUNT_ROW = -1
+NO_PAGE = -1
 
 
 class Admission(Struct, frozen=True, array_like=True):
@@ -19,6 +22,19 @@ class Admission(Struct, frozen=True, array_like=True):
     sampling: Sampling
     stop_ids: tuple[int, ...]
     min_tokens: int  # stop ids are not sampled while the sequence (prompt and output) has fewer tokens than this
+    logprobs: int  # see GenerateRequest
+    prompt_logprobs: int
+    count_row: int  # of the pool of token counts, for a request with penalties; else NO_COUNT_ROW
+    prompt_length: int
+    history: tuple[int, ...]  # with penalties: all tokens of prompt and output that are known; else empty
+
+
+class PageRun(Struct, frozen=True, array_like=True):
+    """Pages that a slot gains, at consecutive columns of one KV group's page table."""
+
+    group: int
+    column: int  # of the first one
+    pages: tuple[int, ...]  # NO_PAGE: of a cached prefix, and before the group's window
 
 
 class PrefillRow(Struct, frozen=True, array_like=True):
@@ -28,15 +44,15 @@ class PrefillRow(Struct, frozen=True, array_like=True):
     slot: int
     start: int  # tokens whose KV is already in the cache, or in flight before this step on the same stream
     token_ids: tuple[int, ...]  # at least one; their KV is computed by this step
-    first_page: int  # column of the slot's page table where `pages` go
-    pages: tuple[int, ...]  # pages that the slot gains with this row: cached ones first, then new ones
+    pages: tuple[PageRun, ...]  # with a slot's first row those of the cached prefix too, which end at `start`
     samples: bool  # whether the last token's logits give the slot's next token
+    targets: tuple[int, ...]  # prompt tokens whose logprobs are wanted: targets[i] follows token_ids[i]
 
 
 class StepPlan(Struct, frozen=True):
     step_id: int
     admissions: tuple[Admission, ...]  # applied first
-    page_appends: tuple[tuple[int, int, int], ...]  # (slot, column, page) for decode rows that cross a page edge
+    page_appends: tuple[tuple[int, int, int, int], ...]  # (group, slot, column, page): decode rows at a page edge
     decode_slots: tuple[int, ...]  # each computes the token that its slot sampled last, and samples the next
     decode_starts: tuple[int, ...]  # tokens before that one, per decode row
     prefill: tuple[PrefillRow, ...]
@@ -52,6 +68,8 @@ class StepDone(Struct, frozen=True, tag=True):
     step_id: int
     token_ids: tuple[int, ...]
     finite: tuple[bool, ...]  # False: the row's logits held NaN or infinity, its token means nothing
+    logprobs: tuple[Logprobs, ...]  # of the sampling rows that asked for them, in row order
+    prompt_logprobs: tuple[Logprobs, ...]  # of the prefill rows with targets, in row order
     path: str  # key of the ExecutionPath that ran
 
 

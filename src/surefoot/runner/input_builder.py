@@ -22,18 +22,30 @@ def rows_of(plan: StepPlan) -> Rows:
 
 
 def check(plan: StepPlan, bounds: Bounds) -> None:
-    """Raises ValueError if `plan` exceeds a bound."""
+    """Raises ValueError if `plan` exceeds a bound, or asks for what its rows do not have."""
     lengths = itertools.chain(
         (start + 1 for start in plan.decode_starts), (row.start + len(row.token_ids) for row in plan.prefill)
     )
     bounds.check(plan.num_rows, sum(len(row.token_ids) for row in plan.prefill), max(lengths))
-
-
-def new_pages(plan: StepPlan, page_size: int) -> list[int]:
-    """Pages that get a new owner with this step. A first row's pages begin with those that its prefix was found in."""
-    pages = [page for _, _, page in plan.page_appends]
     for row in plan.prefill:
-        pages += row.pages[row.start // page_size - row.first_page :]
+        if len(row.targets) > len(row.token_ids):
+            raise ValueError(f"a row has {len(row.targets)} targets, more than its {len(row.token_ids)} tokens")
+    for admission in plan.admissions:
+        if admission.sampling.penalises:
+            place, known, prompt = admission.count_row, len(admission.history), admission.prompt_length
+            if not 0 <= place < bounds.count_rows:
+                raise ValueError(f"a request with penalties has count row {place}, the bound is {bounds.count_rows}")
+            if known < prompt:
+                raise ValueError(f"a request with penalties has a history of {known} tokens, its prompt has {prompt}")
+
+
+def new_pages(plan: StepPlan, group: int, page_size: int) -> list[int]:
+    """Pages that get a new owner with this step. A first row's pages begin with those that its prefix was found in."""
+    pages = [page for of_group, _, _, page in plan.page_appends if of_group == group]
+    for row in plan.prefill:
+        for run in row.pages:
+            if run.group == group:
+                pages += run.pages[max(0, row.start // page_size - run.column) :]
     return pages
 
 
@@ -56,11 +68,11 @@ def build(
         if row.samples:
             sample_rows.append(num_tokens - 1)
     position = torch.cat(positions)
-    pages = table.page_table[torch.cat(slots), position // page_size]
+    pages = table.page_tables[:, torch.cat(slots), position // page_size]
     return ForwardInputs(
         token_ids=torch.cat(token_ids),
         positions=position,
         places=pages * page_size + position % page_size,
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
-        attention=backend.make(rows_of(plan), table.page_table),
+        attention=backend.make(rows_of(plan), table.page_tables),
     )

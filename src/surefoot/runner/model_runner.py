@@ -10,11 +10,12 @@ from torch import Tensor
 from surefoot.attention.kv_cache import KVCache
 from surefoot.attention.torch_backend import TorchBackend
 from surefoot.config.engine_plan import EnginePlan
-from surefoot.config.paths import ExecutionPath, PrefixRegime, SamplerKind, StepKind
+from surefoot.config.paths import ExecutionPath, LogprobsKind, PrefixRegime, StepKind
 from surefoot.layers.linear import LinearScheme
 from surefoot.models.decoder import Decoder
 from surefoot.protocol.step_plan import StepDone, StepPlan
 from surefoot.runner import input_builder
+from surefoot.runner.logprobs import output_logprobs, prompt_logprobs
 from surefoot.runner.request_table import RequestTable
 from surefoot.runner.sampler import SamplingRows, sample
 from surefoot.runner.weight_loader import open_weights
@@ -32,41 +33,60 @@ class ModelRunner:
         self._plan = plan
         device = torch.device(plan.device)
         dtype = TORCH_DTYPES[plan.dtype]
-        self._backend = TorchBackend(plan.bounds.page_size, dtype)
+        self._backend = TorchBackend(plan.bounds.page_size, plan.bounds.kv_groups, dtype)
         scheme = LinearScheme(plan.linear_kernel, TORCH_DTYPES[plan.weight_dtype])
         with torch.inference_mode():
             self._model = Decoder(plan.model, open_weights(plan, progress), scheme, self._backend, dtype)
             self._kv = KVCache.allocate(plan.model, plan.bounds, TORCH_DTYPES[plan.kv_layout.dtype])
-            self._table = RequestTable(plan.bounds, self._kv.sink_page, device)
+            self._table = RequestTable(plan.bounds, plan.model.vocab_size, device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepDone:
         """Raises what the step raises; ValueError, before anything is launched, if the plan exceeds a bound."""
         try:
-            logits, rows = self.forward(plan)
-            token_ids, finite = sample(logits, rows, self._table)
+            return self._run(plan)
         except Exception:
             self._table.disown((*plan.decode_slots, *(row.slot for row in plan.prefill)))
             raise
-        self._table.last_token[torch.tensor(rows.slots, dtype=torch.int64)] = token_ids
-        path = self.path(plan, rows.kind).key
-        return StepDone(plan.step_id, tuple(token_ids.tolist()), tuple(finite.tolist()), path)
+
+    def _run(self, plan: StepPlan) -> StepDone:
+        logits, rows, hidden = self.forward(plan)
+        scored_logits = logits[list(rows.scored)] if rows.scored else logits[:0]  # a copy: sampling overwrites logits
+        token_ids, finite = sample(logits, rows, self._table)
+        self._table.append(rows.slots, token_ids)
+        logprobs = output_logprobs(scored_logits, rows, token_ids)
+        del logits, scored_logits  # Bounds.logits_rows is for all that exist at once
+        return StepDone(
+            step_id=plan.step_id,
+            token_ids=tuple(token_ids.tolist()),
+            finite=tuple(finite.tolist()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs(
+                plan, self._table, hidden, self._model.logits, self._plan.bounds.logits_rows
+            ),
+            path=self.path(plan, rows).key,
+        )
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingRows]:
-        """The step without its last part. Returns fp32 logits [sampling rows, vocab], and what these rows are."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingRows, Tensor]:
+        """The step without its last part. Returns fp32 logits [sampling rows, vocab], what these rows are, and the
+        last hidden states of all tokens, [tokens, hidden]."""
         input_builder.check(plan, self._plan.bounds)
         self._table.apply(plan)
-        self._kv.clear(input_builder.new_pages(plan, self._plan.bounds.page_size))
+        for group in range(len(self._plan.bounds.kv_groups)):
+            self._kv.clear(group, input_builder.new_pages(plan, group, self._plan.bounds.page_size))
         inputs = input_builder.build(plan, self._table, self._plan.bounds.page_size, self._backend)
         hidden = self._model.forward(inputs, self._kv)
         logits = self._model.logits(hidden.index_select(0, inputs.sample_rows))
-        return logits, SamplingRows(plan, self._table)
+        return logits, SamplingRows(plan, self._table), hidden
 
-    def path(self, plan: StepPlan, sampler: SamplerKind) -> ExecutionPath:
-        """The path that `plan` takes."""
+    def path(self, plan: StepPlan, rows: SamplingRows) -> ExecutionPath:
+        """The path that `plan` takes; `rows`: its sampling rows."""
         kind = StepKind.MIXED if plan.decode_slots else StepKind.PREFILL
         if not plan.prefill:
             kind = StepKind.DECODE
         prefix = PrefixRegime.SOME if any(row.start for row in plan.prefill) else PrefixRegime.NONE
-        return ExecutionPath(kind, prefix, self._plan.attention_backend, self._plan.linear_kernel, sampler)
+        logprobs = LogprobsKind.OUTPUT if rows.scored else LogprobsKind.NONE
+        if any(row.targets for row in plan.prefill):
+            logprobs = LogprobsKind.PROMPT
+        return ExecutionPath(kind, prefix, self._plan.attention_backend, self._plan.linear_kernel, rows.kind, logprobs)

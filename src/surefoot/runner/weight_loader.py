@@ -15,7 +15,7 @@ from surefoot.checkpoint.gguf import GGUFFile
 from surefoot.checkpoint.safetensors import tensor_infos
 from surefoot.config.engine_plan import EnginePlan
 from surefoot.models.registry import weight_rules
-from surefoot.models.weights import Source, WeightRules, check_names
+from surefoot.models.weights import Source, WeightNamesError, WeightRules, check_names
 from surefoot.quant.gguf import dequantize
 
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -28,8 +28,8 @@ class TensorFile(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
-    def read(self, source: Source) -> Tensor:
-        """The tensor in fp32."""
+    def read(self, name: str) -> Tensor:
+        """The tensor in fp32, to be kept or changed."""
 
 
 class GGUFTensors:
@@ -37,8 +37,9 @@ class GGUFTensors:
         self._file = GGUFFile.open(path)
         self.shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
 
-    def read(self, source: Source) -> Tensor:
-        return dequantize(self._file.raw(source.name), self._file.tensors[source.name].type, source.shape)
+    def read(self, name: str) -> Tensor:
+        tensor = self._file.tensors[name]
+        return dequantize(self._file.raw(name), tensor.type, tensor.shape)
 
 
 class SafetensorsTensors:
@@ -52,22 +53,26 @@ class SafetensorsTensors:
         self._files = {name: info.file for name, info in infos.items()}
         self._open = {file: safe_open(file, framework="pt") for file in sorted(set(self._files.values()))}
 
-    def read(self, source: Source) -> Tensor:
-        tensor: Tensor = self._open[self._files[source.name]].get_tensor(source.name)  # type: ignore[no-untyped-call]
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open[self._files[name]].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor.float()
 
 
 class DummyTensors:
-    """Random weights that are a function of (seed, name) alone."""
+    """Random matrices that are a function of (seed, name) alone; norms that scale by one and biases of zero."""
 
     def __init__(self, rules: WeightRules, seed: int) -> None:
-        self.shapes = {source.name: source.shape for rule in rules.rules for source in rule.sources}
+        self._sources = {source.name: source for rule in rules.rules for source in rule.sources}
+        self.shapes = {name: source.shape for name, source in self._sources.items()}
         self._seed = seed
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        source = self._sources[name]
+        if name.endswith("bias"):
+            return torch.zeros(source.shape)
         if len(source.shape) == 1:
-            return torch.ones(source.shape)
-        digest = hashlib.blake2b(f"{self._seed}/{source.name}".encode(), digest_size=7).digest()
+            return torch.full(source.shape, 1.0 - source.offset)
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         return torch.randn(source.shape, generator=generator) * DUMMY_STD
 
@@ -76,24 +81,43 @@ class CheckpointWeights:
     """The `WeightSource` of a model. `progress` is called with (parameters taken, parameters in all)."""
 
     def __init__(self, file: TensorFile, rules: WeightRules, progress: Callable[[int, int], None]) -> None:
-        check_names(rules, file.shapes)
+        self._names = {rules.canonical(name): name for name in file.shapes}
+        if len(self._names) < len(file.shapes):
+            doubles = sorted(set(file.shapes) - set(self._names.values()))
+            raise WeightNamesError(f"tensors that the file has under another name too: {', '.join(doubles)}")
+        check_names(rules, {name: file.shapes[own] for name, own in self._names.items()})
         self._file = file
         self._rules = {rule.parameter: rule for rule in rules.rules}
         self._count = len(self._rules)
         self._progress = progress
+        self._check_copies(rules)
 
     def take(self, parameter: str) -> Tensor:
         rule = self._rules.pop(parameter)
-        parts = [_half_split(self._file.read(source), source.interleaved_heads) for source in rule.sources]
+        parts = [self._read(source) for source in rule.sources]
         self._progress(self._count - len(self._rules), self._count)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(self, source: Source) -> Tensor:
+        stored = self._file.read(self._names[source.name])
+        if source.offset:
+            stored = stored + source.offset
+        return _half_split(stored, source.interleaved_heads)
+
+    def _check_copies(self, rules: WeightRules) -> None:
+        for copy, original in rules.copies:
+            if copy.name in self._names and not torch.equal(self._read(copy), self._read(original)):
+                raise WeightNamesError(
+                    f"{self._names[copy.name]} differs from {self._names[original.name]}, and config.json ties them: "
+                    f"set tie_word_embeddings to false there"
+                )
 
 
 def _half_split(weight: Tensor, heads: int) -> Tensor:
     """From rows (2i, 2i + 1) as rotary pairs to rows (i, i + head_dim / 2). heads = 0: nothing to do."""
     if not heads:
         return weight
-    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def open_weights(plan: EnginePlan, progress: Callable[[int, int], None]) -> CheckpointWeights:

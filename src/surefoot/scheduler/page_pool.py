@@ -13,6 +13,8 @@ class PagePool:
         self.holders = [0] * num_pages
         # A stack: pages that were just released are used again first, so a lightly loaded server touches few pages.
         self.free = list(range(num_pages - 1, -1, -1))
+        self.kept = [False] * num_pages  # whether the prefix tree is one of a page's holders
+        self.num_idle = 0  # pages that the prefix tree alone holds
 
     def allocate(self, count: int) -> list[int]:
         """`count` free pages, held once. Raises RuntimeError if there are not as many: the caller reserves first."""
@@ -28,6 +30,8 @@ class PagePool:
         for page in pages:
             if self.holders[page] == 0:
                 raise RuntimeError(f"page {page} is retained, but nobody holds it")
+            if self.holders[page] == 1 and self.kept[page]:
+                self.num_idle -= 1
             self.holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -38,3 +42,17 @@ class PagePool:
             self.holders[page] -= 1
             if self.holders[page] == 0:
                 self.free.append(page)
+            elif self.holders[page] == 1 and self.kept[page]:
+                self.num_idle += 1
+
+    def keep(self, page: int) -> None:
+        """The prefix tree becomes one more holder of a page that a request holds."""
+        self.retain((page,))
+        self.kept[page] = True
+
+    def drop(self, page: int) -> None:
+        """The prefix tree is no longer one of its holders."""
+        if self.holders[page] == 1:
+            self.num_idle -= 1
+        self.kept[page] = False
+        self.release((page,))

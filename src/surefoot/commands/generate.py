@@ -1,0 +1,180 @@
+"""`surefoot generate`: prompts from arguments or from lines of standard input, or a batch from a JSONL file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from surefoot.commands import batch, flags
+from surefoot.commands.flags import Arguments
+from surefoot.commands.in_process_server import InProcessServer
+from surefoot.config.resolve import server_plan
+from surefoot.config.settings import Settings
+from surefoot.llm import LLM, GenerationError
+from surefoot.protocol.messages import Event, TokenBatch
+
+EXIT_OK, EXIT_FAILED = 0, 1
+
+Json = dict[str, Any]
+
+
+def run(settings: Settings, arguments: Arguments, console: Console) -> int:
+    """Raises ValueError or OSError for what is wrong with flags, files or prompts."""
+    if arguments["input"]:
+        if arguments["prompts"]:
+            raise ValueError("prompts are given as arguments and by --input: give one of them")
+        return _run_batch(settings, arguments, console)
+    for name in ("output", "resume"):
+        if arguments[name]:
+            raise ValueError(f"--{name} is for batches: give the file of requests with --input FILE")
+    params = flags.sampling_params(flags.GENERATE_DEFAULTS | flags.given_sampling(arguments))
+    prompts = arguments["prompts"] or _read_prompts(console)
+    if not all(prompts) or not prompts:
+        raise ValueError("there is no prompt: give it as an argument, or one a line on standard input")
+    with load(settings, console) as llm:
+        try:
+            with console.status(f"generating {len(prompts)} completions"):
+                completions = llm.generate(prompts, params)
+        except GenerationError as error:
+            console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            return EXIT_FAILED
+        for prompt, completion in zip(prompts, completions, strict=True):
+            print(prompt + completion.text)
+    return EXIT_OK
+
+
+def load(settings: Settings, console: Console) -> LLM:
+    with console.status("loading the model"):
+        return LLM(settings)
+
+
+def _read_prompts(console: Console) -> list[str]:
+    if sys.stdin.isatty():
+        console.print("prompts, one a line; Ctrl-D ends:")
+    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+
+
+# ---- Batches ---------------------------------------------------------------------------------------------------------
+
+
+def _run_batch(settings: Settings, arguments: Arguments, console: Console) -> int:
+    given = flags.given_sampling(arguments)
+    texts = _read_lines(arguments["input"])
+    lines = [batch.parse(text, index, given, flags.GENERATE_DEFAULTS) for index, text in enumerate(texts)]
+    with _open_output(arguments["output"], arguments["resume"]) as output:
+        done = _skip_answered(output, lines, arguments["output"]) if arguments["resume"] else 0
+        if done == len(lines):
+            console.print(f"all {done} lines are answered already")
+            return EXIT_OK
+        with load(settings, console) as llm, _Report(console, len(lines), done) as report:
+            asyncio.run(_answer(llm, settings, lines[done:], output, report))
+    return EXIT_OK
+
+
+async def _answer(llm: LLM, settings: Settings, lines: Sequence[batch.Line], output: BinaryIO, report: _Report) -> None:
+    def write(result: Json) -> None:
+        output.write(msgspec.json.encode(result) + b"\n")
+        output.flush()
+        report.count(result)
+
+    plan = server_plan(msgspec.structs.replace(settings, api_key=""), llm.plan)
+    async with InProcessServer(llm, plan) as server:
+        server.client.subscribe(report.observe)
+        await batch.answer_all(server, lines, llm.places, write)
+
+
+def _read_lines(name: str) -> list[bytes]:
+    """Without blank ones."""
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+    lines = [line for line in data.split(b"\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"{name} has no lines: give a JSONL file, one request a line")
+    return lines
+
+
+@contextlib.contextmanager
+def _open_output(name: str, resume: bool) -> Iterator[BinaryIO]:
+    if not name:
+        if resume:
+            raise ValueError("--resume needs --output FILE: the answers that there are")
+        yield sys.stdout.buffer
+        return
+    path = Path(name).expanduser()
+    if not resume and path.exists() and path.stat().st_size:
+        raise ValueError(f"{path} has answers already: go on with --resume, or give another file")
+    path.touch()
+    with path.open("r+b") as file:
+        yield file
+
+
+def _skip_answered(output: BinaryIO, lines: Sequence[batch.Line], name: str) -> int:
+    """How many lines have answers in `output`, which is left where the next one belongs.
+
+    Raises ValueError if they are answers to something else.
+    """
+    *answers, rest = output.read().split(b"\n")
+    if len(answers) > len(lines):
+        raise ValueError(f"{name} has {len(answers)} answers, and the input only {len(lines)} lines: give another file")
+    for number, (answer, line) in enumerate(zip(answers, lines, strict=False), 1):
+        try:
+            result = msgspec.json.decode(answer, type=dict[str, Any])
+        except msgspec.DecodeError:
+            result = {}
+        if not line.matches(result):
+            raise ValueError(f"line {number} of {name} does not answer line {number} of the input: give another file")
+    output.seek(-len(rest), 2)  # half a line, if the last run was killed
+    output.truncate()
+    return len(answers)
+
+
+class _Report:
+    """A bar while a batch runs, and one line about it at its end. Both go to standard error."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console = console
+        self._total = total
+        self._done = done
+        self._errors = 0
+        self._tokens = 0
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task("", total=total, completed=done, speed="")
+
+    def __enter__(self) -> _Report:
+        self._began = time.monotonic()
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._progress.stop()
+        seconds = max(1e-3, time.monotonic() - self._began)
+        ended = "stopped early: " if kind is not None else ""
+        self._console.print(
+            f"{ended}{self._done} of {self._total} lines answered, {self._errors} with an error; "
+            f"{self._tokens} tokens in {seconds:.1f} s ({self._tokens / seconds:.0f} tok/s)",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def count(self, result: Json) -> None:
+        """One line has been answered."""
+        status = result.get("response", result).get("status_code", 200)
+        self._done += 1
+        self._errors += status != 200
+        self._progress.advance(self._task)
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, TokenBatch):
+            self._tokens += len(event.token_ids)
+            speed = self._tokens / max(1e-3, time.monotonic() - self._began)
+            self._progress.update(self._task, speed=f"{speed:.0f} tok/s")

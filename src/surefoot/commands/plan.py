@@ -1,0 +1,123 @@
+"""`surefoot plan`: what a configuration comes to on this machine, without the weights."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from surefoot.checkpoint.errors import CheckpointError
+from surefoot.config import settings as settings_module
+from surefoot.config.engine_plan import EnginePlan
+from surefoot.config.ledger import ledger
+from surefoot.config.paths import ExecutionPath, reachable_paths
+from surefoot.config.planning import plan_engine
+from surefoot.config.resolve import PlanError
+from surefoot.config.settings import Settings
+
+EXIT_OK, EXIT_CONFLICTS = 0, 2
+
+
+def run(settings: Settings, as_json: bool, console: Console) -> int:
+    """Prints the plan, or raises PlanError with all conflicts. As JSON, both are printed: {"conflicts": [...], ...}."""
+    try:
+        plan = plan_engine(settings, console, fetch_weights=False)
+    except (PlanError, CheckpointError) as error:
+        if not as_json:
+            raise
+        _print_json({"conflicts": error.conflicts if isinstance(error, PlanError) else [str(error)]})
+        return EXIT_CONFLICTS
+    if as_json:
+        _print_json(
+            {
+                "conflicts": [],
+                "plan": plan,
+                "server": dict(_server_settings(settings)),
+                "ledger": ledger(plan),
+                "bounds": dict(_bounds(plan)),
+                "paths": [path.key for path in reachable_paths(plan)],
+            }
+        )
+    else:
+        _print_plan(plan, settings)
+    return EXIT_OK
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(msgspec.json.format(msgspec.json.encode(content)).decode())
+
+
+def _print_plan(plan: EnginePlan, settings: Settings) -> None:
+    out = Console(file=sys.stdout, highlight=False)
+    model, machine = plan.model, plan.hardware
+    out.print(
+        f"[bold]{escape(plan.served_model_name)}[/]: {model.family}, {model.num_layers} layers of {model.hidden_size}, "
+        f"{model.vocab_size} tokens\n{escape(plan.checkpoint.path)}\n"
+        f"on {escape(machine.cpu_name)}: {machine.num_cpus} CPUs, {_gib(machine.memory_available)} available"
+    )
+    reasons = ((reason.field, reason.value, reason.why) for reason in plan.reasons)
+    _print_table(out, "Settings", ("setting", "value", "why"), reasons)
+    _print_table(out, "Server", ("setting", "value"), _server_settings(settings))
+    lines = ledger(plan)
+    rows = [(line.owner, f"{line.bytes:,}", _gib(line.bytes), line.formula) for line in lines]
+    _print_table(out, "Memory", ("owner", "bytes", "", "how"), rows, numbers=(1, 2))
+    bounds = ((name, f"{value:,}") for name, value in _bounds(plan))
+    _print_table(out, "Bounds", ("bound", "value"), bounds, numbers=(1,))
+    paths = reachable_paths(plan)
+    columns = ("kind/prefix/attention/linear/sampler/logprobs",)
+    _print_table(out, f"Execution paths: {len(paths)}", columns, _braced(paths))
+
+
+def _print_table(
+    out: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()
+) -> None:
+    """`numbers`: columns that are aligned right. The last column wraps."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="right" if at in numbers else "left", no_wrap=at < len(columns) - 1)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out.print(table)
+
+
+def _server_settings(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Those that the engine's plan does not have."""
+    values = msgspec.structs.asdict(settings) | {"api_key": "(set)" if settings.api_key else ""}
+    for info in settings_module.infos():
+        if info.of_server and info.name != "served_model_name":
+            yield info.name, str(values[info.name])
+
+
+def _bounds(plan: EnginePlan) -> Iterator[tuple[str, int]]:
+    """All numbers, with those that follow from others."""
+    bounds = plan.bounds
+    for name, value in msgspec.structs.asdict(bounds).items():
+        if name != "kv_groups":
+            yield name, value
+    for group in bounds.kv_groups:
+        suffix = f"_window_{group.window}" if group.window else ""
+        yield f"kv_pages{suffix}", group.num_pages
+    yield "kv_tokens", bounds.kv_tokens
+    yield "page_table_columns", bounds.page_table_columns
+
+
+def _braced(paths: Sequence[ExecutionPath]) -> Iterator[tuple[str]]:
+    """Paths that differ only in the sampler share a line."""
+
+    def rest(path: ExecutionPath) -> tuple[str, ...]:
+        return path.kind, path.prefix, path.attention, path.linear, path.logprobs
+
+    for (*first, logprobs), members in itertools.groupby(sorted(paths, key=rest), rest):
+        samplers = ",".join(path.sampler for path in members)
+        yield ("/".join((*first, f"{{{samplers}}}", logprobs)),)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

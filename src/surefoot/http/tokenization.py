@@ -1,0 +1,56 @@
+"""POST /tokenize and /detokenize, also under /v1: text to token ids and back, as the model would see them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from msgspec.json import encode
+from starlette.responses import Response
+
+from surefoot.frontend.sampling_params import ParameterError, check_ids
+from surefoot.http.answer_schema import Detokenized, Tokenized
+from surefoot.http.json_body import JsonRoute
+from surefoot.http.openai_schema import DetokenizeBody, TokenizeBody
+from surefoot.http.openapi import json_responses
+from surefoot.http.service import Service, in_turn
+
+
+def tokenization_router(service: Service) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute, tags=["tokens"])
+
+    @router.post("/v1/tokenize", responses=json_responses(Tokenized))
+    @router.post("/tokenize", responses=json_responses(Tokenized))
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The token ids of a prompt, or of a conversation after the model's chat template."""
+        service.check_model(body.model or service.plan.engine.served_model_name)
+        ids = await _ids(service, body)
+        told = {
+            "count": len(ids),
+            "max_model_len": service.plan.engine.bounds.max_model_len,
+            "tokens": ids,
+            "token_strs": [service.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
+        }
+        return Response(encode(told), media_type="application/json")
+
+    @router.post("/v1/detokenize", responses=json_responses(Detokenized))
+    @router.post("/detokenize", responses=json_responses(Detokenized))
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids, special tokens included."""
+        service.check_model(body.model or service.plan.engine.served_model_name)
+        check_ids("tokens", body.tokens, service.plan.engine.model.vocab_size)
+        prompt = await in_turn(
+            len(body.tokens), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+        return Response(encode({"prompt": prompt}), media_type="application/json")
+
+    return router
+
+
+async def _ids(service: Service, body: TokenizeBody) -> list[int]:
+    """Unlike a prompt to generate from, it may be longer than the context."""
+    match body.prompt, body.messages, body.add_special_tokens:
+        case str(prompt), None, add_special_tokens:
+            return await service.text_ids(prompt, add_special_tokens is not False)
+        case None, list(messages), add_special_tokens:
+            return await service.chat_ids(messages, body, add_special_tokens is True)
+        case _:
+            raise ParameterError("prompt", "send either prompt or messages")

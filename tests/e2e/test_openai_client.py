@@ -63,7 +63,7 @@ def test_completions_and_stop(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty is 2.5") as bad:
+    with pytest.raises(openai.BadRequestError, match=r"frequency_penalty is 2\.5") as bad:
         client.chat.completions.create(model=MODEL, messages=FRANCE, frequency_penalty=2.5)
     assert bad.value.param == "frequency_penalty"
     with pytest.raises(openai.BadRequestError, match="8192"):

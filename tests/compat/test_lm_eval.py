@@ -40,7 +40,7 @@ def test_scores_are_those_of_transformers(server: Server, checkpoint: Path, tmp_
         f"model={NAME},base_url={server.url}/v1/completions,num_concurrent=8,max_retries=1,"
         f"tokenizer_backend=huggingface,tokenizer={checkpoint}",
     )
-    theirs, their_samples = evaluate(tmp_path / "theirs", "hf", f"pretrained={checkpoint},dtype=float32,device=cpu")
+    theirs, their_samples = evaluate(tmp_path / "theirs", "hf", f"pretrained={checkpoint},dtype=float32")
     for task, scores in theirs.items():
         for name, value in scores.items():
             if "stderr" not in name and isinstance(value, float):

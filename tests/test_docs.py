@@ -15,32 +15,50 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pydantic
 import pytest
 
 from surefoot import cli, launch
+from surefoot.checkpoint.gguf import GGMLType
+from surefoot.commands import chat, generate
+from surefoot.config import gguf_readers, hf_readers, model_spec
 from surefoot.config import settings as settings_module
+from surefoot.config.catalog import FAMILIES
+from surefoot.config.engine_plan import ServerPlan
+from surefoot.frontend import chat_template, sampling_params
 from surefoot.frontend.engine_client import EngineClient
+from surefoot.frontend.gguf_words import PRE_TOKENIZERS
+from surefoot.http import edge, json_body
 from surefoot.http.app import create_app
-from surefoot.http.metrics import Metrics
-from surefoot.http.openai_schema import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
+from surefoot.http.metrics import OTHER_NAMES, Metrics
+from surefoot.http.openai_schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TokenizeBody,
+)
 from tests.e2e.server import Server
 from tests.http.conftest import server_plan
 from tests.http.fake_engine import FakeEngine
+from tests.tiny import TinyLlama
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "surefoot"
 README, CONTRIBUTING, DOCS = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs"
+CLI, HTTP, MODELS, OPERATIONS = (DOCS / f"{name}.md" for name in ("cli", "http", "models", "operations"))
 DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
 PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 PAGES_WITH_LIVE_NAMES = [page for page in PAGES if page.name != "log.md"]  # the log may name what is gone
 
 README_URL = "http://127.0.0.1:8000"
-COMMANDS = ("serve", "chat", "generate")
-FOREIGN_NAMES = {"LlamaForCausalLM"}
+HUB_VARIABLES = {"HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
+FOREIGN_NAMES = hf_readers.ARCHITECTURES.keys() | HUB_VARIABLES
 
 
 def page_id(page: Path) -> str:
@@ -179,11 +197,11 @@ def test_names_are_defined(page: Path) -> None:
 
 
 def test_the_rule_for_names_finds_dead_ones() -> None:
-    assert is_defined("KVCache.sink_page")
+    assert is_defined("KVCache.allocate")
     assert is_defined("Bounds.kv_tokens")
     assert is_defined("GATHER_TOKENS")
     assert resolves("surefoot.engine.loop.run")
-    assert not is_defined("KVCache.sink_pages")
+    assert not is_defined("KVCache.sink_page")
     assert not is_defined("PrefillMetadata")
     assert not resolves("surefoot.engine.loop.walk")
     assert not resolves("surefoot.engines")
@@ -193,7 +211,7 @@ def test_the_rule_for_names_finds_dead_ones() -> None:
 
 
 def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS:
+    for command in cli.COMMANDS:
         with pytest.raises(SystemExit):
             cli.parser().parse_args([command, "--help"])
     known = capsys.readouterr().out + "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
@@ -208,7 +226,7 @@ def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 @every_page
 def test_commands_exist(page: Path) -> None:
-    assert set(re.findall(r"(?:^|\s)surefoot ([a-z]+)", commands(page))) <= set(COMMANDS)
+    assert set(re.findall(r"(?:^|[\s(])surefoot ([a-z]+)", commands(page))) <= cli.COMMANDS.keys()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|\s)make ([a-z-]+)", commands(page))) <= targets
 
@@ -234,16 +252,24 @@ def test_the_table_of_settings_is_generated() -> None:
     assert (DOCS / "settings.md").read_text() == settings_page(), "run PYTHONPATH=src python -m tests.test_docs"
 
 
+def test_commands() -> None:
+    lines = {f"`surefoot {name} {cli.USAGE[name]}`": what for name, what in cli.COMMANDS.items()}
+    assert dict(rows(CLI, "Command line")) == lines
+    typed = {f"`{f'{name} {command.arguments}'.strip()}`" for name, command in chat.COMMANDS.items()}
+    assert {cells[0] for cells in rows(CLI, "chat")} == typed
+
+
 def test_exit_codes() -> None:
-    documented = {int(cells[0]) for cells in rows(README, "How it ends") if cells[0].isdigit()}
+    documented = {int(cells[0]) for cells in rows(OPERATIONS, "Exit codes") if cells[0].isdigit()}
     constants = {value for name, value in vars(launch).items() if name.startswith("EXIT_")}
     unforeseen = 1  # Python's own, of a frontend that raised
     assert documented == constants | {cli.EXIT_BAD_INPUT, unforeseen}
+    of_others = {int(cells[0]) for cells in rows(CLI, "Exit codes of all but serve")}
+    assert of_others == {0, generate.EXIT_FAILED, cli.EXIT_BAD_INPUT, cli.EXIT_INTERRUPTED, cli.EXIT_BROKEN_PIPE}
 
 
 # ---- HTTP ------------------------------------------------------------------------------------------------------------
 
-HTTP = DOCS / "http.md"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"model": "m", "prompt": "x"}
 BODIES: list[tuple[str, type[pydantic.BaseModel], dict[str, Any], set[str]]] = [
@@ -258,15 +284,19 @@ BODIES: list[tuple[str, type[pydantic.BaseModel], dict[str, Any], set[str]]] = [
     ),
     ("Messages", ChatMessage, {"role": "user", "content": "x"}, set(ChatMessage.model_fields)),
     ("Stream options", StreamOptions, {}, set(StreamOptions.model_fields)),
+    ("Tokenize", TokenizeBody, {"prompt": "x"}, set(TokenizeBody.model_fields)),
+    ("Detokenize", DetokenizeBody, {"tokens": [1]}, set(DetokenizeBody.model_fields)),
 ]
+WRONG_VALUES = ({"any": "text"}, ["any", {}])  # no type of ours takes both
 
 
 def kind_of(body: type[pydantic.BaseModel], valid: dict[str, Any], field: str) -> str:
-    """By what happens to a value that no field honours."""
-    try:
-        body.model_validate(valid | {field: {"any": 1}})
-    except pydantic.ValidationError as error:
-        return "neutral" if any(one["type"] == "unsupported_value" for one in error.errors()) else "honoured"
+    """By what happens to values that no field honours."""
+    for wrong in WRONG_VALUES:
+        try:
+            body.model_validate(valid | {field: wrong})
+        except pydantic.ValidationError as error:
+            return "neutral" if any(one["type"] == "unsupported_value" for one in error.errors()) else "honoured"
     return "inert"
 
 
@@ -283,25 +313,94 @@ def test_request_fields(heading: str, body: type[pydantic.BaseModel], valid: dic
                 body.model_validate(valid | {field: json.loads(value)})
 
 
+@pytest.fixture(scope="module")
+def plan(tiny_llama: TinyLlama) -> ServerPlan:
+    return server_plan(str(tiny_llama.path))
+
+
 @pytest.mark.parametrize("page", [README, HTTP], ids=page_id)
-def test_endpoints(page: Path) -> None:
+def test_endpoints(page: Path, plan: ServerPlan) -> None:
     engine = FakeEngine(lambda request: [1])
-    app = create_app(server_plan(""), None, EngineClient(engine, engine))  # type: ignore[arg-type]
+    app = create_app(plan, None, EngineClient(engine, engine))  # type: ignore[arg-type]
     served = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
     documented = {span for cells in rows(page, "Endpoints") for span in spans(cells[0])}
     assert documented == served | {f"GET {app.openapi_url}"}
 
 
-def test_metrics() -> None:
-    exported = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.MULTILINE)
+def test_endpoints_without_a_key() -> None:
+    before, _, after = HTTP.read_text().partition("ask for without one:\n\n")
+    assert before
+    assert set(spans(after.split("\n\n")[0])) == edge.OPEN_PATHS
+
+
+def test_limits() -> None:
+    documented = {cells[0]: int(cells[1]) for cells in rows(HTTP, "Limits")}
+    assert documented == {
+        "strings in `stop`": sampling_params.MAX_STOP_STRINGS,
+        "ids in `stop_token_ids`": sampling_params.MAX_STOP_TOKEN_IDS,
+        "entries of `logit_bias`": sampling_params.MAX_LOGIT_BIASES,
+        "most probable tokens at a place": sampling_params.MAX_LOGPROBS,
+        "characters of `cache_salt`": sampling_params.MAX_NAMESPACE_CHARACTERS,
+        "size of `priority`, either sign": sampling_params.MAX_PRIORITY,
+        "objects and lists inside each other": json_body.MAX_DEPTH,
+    }
+
+
+def test_the_seed_of_a_sibling() -> None:
+    (formula,) = [span for span in spans(HTTP.read_text()) if span.startswith("(seed + i")]
+    for seed, i in ((0, 0), (7, 1), (2**63 - 1, 19)):
+        assert eval(formula, {"seed": seed, "i": i}) == sampling_params.sibling_seed(seed, i)
+
+
+def test_metrics(plan: ServerPlan) -> None:
+    exported = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics(plan.engine).render().decode(), re.MULTILINE)
     documented = [(cells[0].strip("`"), cells[1]) for cells in rows(HTTP, "Metrics")]
-    assert sorted(documented) == sorted(pair for pair in exported if not pair[0].endswith("_created"))
+    assert sorted(documented) == sorted(exported)
+    known = {f"surefoot_{name}" for name in OTHER_NAMES} | {name for name, _ in exported}
+    named = {span for page in PAGES_WITH_LIVE_NAMES for span in spans(page.read_text()) if span.startswith("surefoot_")}
+    assert named <= known | {"surefoot_"}
+
+
+def test_names_of_other_engines() -> None:
+    table = [[cell.strip("`") for cell in cells] for cells in rows(HTTP, "Names of other engines")]
+    assert table == [[own, *others] for own, others in OTHER_NAMES.items()]
 
 
 def test_error_codes() -> None:
     source = "".join(path.read_text() for path in (SOURCE / "http").glob("*.py"))
     codes = [span for cells in rows(HTTP, "Errors") for span in spans(cells[1])]
     assert [name for name in codes if f'"{name}"' not in source] == []
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def test_families() -> None:
+    table = {cells[0].strip("`"): (set(spans(cells[1])), cells[2].strip("`")) for cells in rows(MODELS, "Families")}
+    assert tuple(table) == FAMILIES
+    for family, (classes, architecture) in table.items():
+        assert classes == {name for name, of in hf_readers.ARCHITECTURES.items() if of == family}
+        assert architecture in gguf_readers.ARCHITECTURES
+    assert {architecture for _, architecture in table.values()} == set(gguf_readers.ARCHITECTURES)
+
+
+def test_rotary_scalings() -> None:
+    kinds = {kind.__struct_config__.tag for kind in get_args(model_spec.RopeScaling)}
+    # "factors" is how a chosen set of LongRoPE's is held, and Llama 3's in GGUF.
+    assert {cells[0].strip("`") for cells in rows(MODELS, "Rotary scalings")} == kinds - {"factors"}
+
+
+def test_lists_of_formats_and_words() -> None:
+    lists = [spans(line) for line in re.split(r"\n\n", MODELS.read_text()) if re.fullmatch(r"(`[\w.-]+`\s*)+", line)]
+    formats, words = lists
+    assert set(formats) == set(GGMLType.__members__)
+    assert set(words) == PRE_TOKENIZERS.keys()
+
+
+def test_limits_of_chat_templates() -> None:
+    documented = [int(cells[1].replace(",", "")) for cells in rows(MODELS, "Chat templates")]
+    names = ("MAX_RANGE", "MAX_REPEATED", "MAX_NUMBER_BITS", "MAX_PROMPT_CHARACTERS")
+    assert documented == [vars(chat_template)[name] for name in names]
 
 
 # ---- Design ----------------------------------------------------------------------------------------------------------
@@ -315,6 +414,17 @@ def test_layers_and_budgets() -> None:
     (budgets,) = re.findall(r"Budgets: (.*?)\.\n", page.read_text(), re.DOTALL)
     names = ("MAX_FILE_LINES", "MAX_FUNCTION_LINES", "MAX_KERNEL_LINES", "MAX_PARAMETERS", "MAX_SETTINGS")
     assert [int(number) for number in re.findall(r"\d+", budgets)] == [limits[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    "page, heading, parent",
+    [(DOCS / "architecture.md", "Layers", SOURCE), (CONTRIBUTING, "Tests", ROOT / "tests")],
+    ids=["source", "tests"],
+)
+def test_every_folder_is_described(page: Path, heading: str, parent: Path) -> None:
+    described = {(ROOT / span, SOURCE / span) for cells in rows(page, heading) for span in spans(cells[0])}
+    folders = {folder.parent for folder in parent.glob("*/__init__.py")}
+    assert {path for pair in described for path in pair if path.is_dir()} == folders
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=page_id)

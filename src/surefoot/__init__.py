@@ -1,4 +1,4 @@
-"""surefoot: an LLM serving engine that decides once, proves its paths, and says what killed it."""
+"""surefoot: an LLM serving engine that decides once, isolates failures, and keeps evidence."""
 
 from __future__ import annotations
 

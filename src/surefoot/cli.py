@@ -120,7 +120,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     root = argparse.ArgumentParser(
         prog="surefoot",
         usage="surefoot COMMAND [flags]",
-        description="An LLM serving engine that decides once, proves its paths, and keeps evidence.",
+        description="An LLM serving engine that decides once, isolates failures, and keeps evidence.",
         formatter_class=HelpFormatter,
         add_help=False,
     )

@@ -144,6 +144,7 @@ class _Report:
         self._console = console
         self._total = total
         self._done = done
+        self._before = f" ({done} before)" if done else ""
         self._errors = 0
         self._tokens = 0
         columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
@@ -160,7 +161,7 @@ class _Report:
         seconds = max(1e-3, time.monotonic() - self._began)
         ended = "stopped early: " if kind is not None else ""
         self._console.print(
-            f"{ended}{self._done} of {self._total} lines answered, {self._errors} with an error; "
+            f"{ended}{self._done} of {self._total} lines answered{self._before}, {self._errors} with an error; "
             f"{self._tokens} tokens in {seconds:.1f} s ({self._tokens / seconds:.0f} tok/s)",
             highlight=False,
             soft_wrap=True,

@@ -153,7 +153,8 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        return EngineState.DRAINING if self._draining else self._engine_state
+        is_draining = self._draining and self._engine_state is not EngineState.DEAD
+        return EngineState.DRAINING if is_draining else self._engine_state
 
     @property
     def state_detail(self) -> str:
@@ -322,6 +323,7 @@ class EngineClient:
                     member.generation.fail(Overloaded(detail) if full else RequestRefused(detail))
             case EngineReady():
                 self._engine_state = EngineState.READY
+                self.retry_seconds = RETRY_SECONDS
             case _:
                 assert_never(event)
 

@@ -10,6 +10,7 @@ Unknown        refused
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -52,12 +53,17 @@ class Only:
                 "unsupported_value",
                 "{value} {reason}; leave it out or send {allowed}",
                 {
-                    "value": repr(value)[:100],
+                    "value": _as_json(value)[:100],
                     "reason": self._reason,
-                    "allowed": " or ".join(map(repr, self._neutral)),
+                    "allowed": " or ".join(map(_as_json, self._neutral)),
                 },
             )
         return value
+
+
+def _as_json(value: Any) -> str:
+    """As a client writes it."""
+    return json.dumps(value)
 
 
 def _encodable(value: str) -> str:

@@ -59,7 +59,7 @@ def operations_router(service: Service) -> APIRouter:
     def state(good: Callable[[EngineState], bool]) -> Response:
         if good(client.state):
             return _json({"status": client.state})
-        headers = {"Retry-After": str(client.retry_seconds)}
+        headers = {"Retry-After": str(client.retry_seconds)} if client.retry_seconds else {}
         return _json({"status": client.state, "detail": client.state_detail}, 503, headers)
 
     @router.get("/health", responses=state_responses(State))

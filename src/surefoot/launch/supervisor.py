@@ -94,7 +94,7 @@ class Supervisor:
     def __init__(
         self, plan: ServerPlan, listener: socket.socket, record_dir: Path, sockets: Path, console: Console
     ) -> None:
-        """listener: bound and listening. sockets: a folder for the sockets of ZeroMQ."""
+        """listener: bound; the frontend listens. sockets: a folder for the sockets of ZeroMQ."""
         self._plan = plan
         self._listener = listener
         host, port = listener.getsockname()[:2]

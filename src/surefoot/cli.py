@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not fail
         return EXIT_BROKEN_PIPE
-    except (ValueError, OSError) as error:  # settings, checkpoints, plans, parameters and files: it has the way out
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError, MemoryError) as error:  # of settings, checkpoints, plans and files: it has the way out
+        console.print(f"[bold red]error:[/] {escape(str(error) or 'out of memory')}", highlight=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

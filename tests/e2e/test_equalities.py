@@ -19,6 +19,7 @@ from tests.e2e.gauges import PREEMPTIONS, PREFIX_HITS, value
 from tests.e2e.server import Server
 from tests.tiny import TinyLlama
 
+BATCH_TOKENS = 120
 STEM = [(3 * i * i + i) % 280 + 10 for i in range(60)]
 
 
@@ -118,6 +119,28 @@ def test_answers_do_not_depend_on_how_they_were_computed(
         for sampler in ("greedy/none", "plain/none", "full/none", "full/output"):
             assert any(path.endswith(sampler) for path in paths), (sampler, paths)
         assert server.stop() == 0
+
+
+def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_batch_of_32(tiny_llama: TinyLlama, log: Path) -> None:
+    """That they ran in one batch is read from the number of steps."""
+    drawn = [{**request, "seed": 100 + at} for at, request in enumerate(requests()) if request["temperature"]]
+    asked = [{**drawn[at % len(drawn)], "seed": at, "max_tokens": BATCH_TOKENS, "ignore_eos": True} for at in range(32)]
+    wide = dict(TIGHT, max_running_requests=32, max_model_len=256, kv_cache_tokens=32 * 256)
+
+    async def at_once(server: Server) -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            return list(await asyncio.gather(*(ask(client, server, request) for request in asked)))
+
+    async def in_turn(server: Server) -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            return [await ask(client, server, request) for request in asked]
+
+    with Server(log, model=tiny_llama.path, lookahead=1, **wide) as server:
+        together = asyncio.run(at_once(server))
+        steps = sum(count for name, count in server.metrics().items() if "steps_total{" in name)
+        assert 32 * BATCH_TOKENS / steps > 16  # rows in a step, on average: they come and end one after another
+        assert asyncio.run(in_turn(server)) == together
+    assert len(set(together)) == 32
 
 
 def test_chat_is_completion_of_the_rendered_template(tight_server: Server, tiny_llama: TinyLlama) -> None:

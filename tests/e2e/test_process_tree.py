@@ -247,11 +247,10 @@ def test_a_taken_port_is_named(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     "flags, says",
     [
         (["--model=/nowhere/model.gguf"], "there is no file or directory /nowhere/model.gguf"),
-        (["--model=org/name"], "Hugging Face hub"),
         (["--max-model-len=100000"], "more than the model's context"),
         (["--page-size=none"], "--page-size: 'none' is not valid"),
     ],
-    ids=["path", "hub", "plan", "setting"],
+    ids=["path", "plan", "setting"],
 )
 def test_what_cannot_start_says_why_and_exits_with_2(default_model_path: Path, flags: list[str], says: str) -> None:
     ended = serve(*flags)

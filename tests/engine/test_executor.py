@@ -6,6 +6,9 @@ import threading
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
+import torch
+
 from surefoot.engine.executor import ThreadExecutor
 from surefoot.engine.flight_recorder import FlightRecorder, PlanRecord, ResultRecord, read_records
 from surefoot.protocol.step_plan import StepDone, StepFailed, StepPlan
@@ -76,3 +79,10 @@ def test_a_plan_that_does_not_fit_the_ring_is_a_failed_step_and_not_launched(tmp
     assert isinstance(result, StepFailed)
     assert "does not fit a ring of 1000" in result.error
     assert ran == []
+
+
+def test_a_runner_that_does_not_fit_the_memory_says_what_needs_less(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError, match="--kv-cache-tokens"):
+        ThreadExecutor(lambda: Mock(run=torch.empty(1 << 60)), FlightRecorder(tmp_path / "ring"))
+    with pytest.raises(RuntimeError, match="size of tensor a"):
+        ThreadExecutor(lambda: Mock(run=torch.ones(2) + torch.ones(3)), FlightRecorder(tmp_path / "ring"))

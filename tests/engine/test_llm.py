@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,19 @@ from surefoot.frontend.sampling_params import ContextTooLong, ParameterError
 from surefoot.protocol.step_plan import StepDone, StepPlan
 from surefoot.scheduler import invariants
 from tests.tiny import TinyLlama
+from tests.tiny_families import write_tiny
 
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.05 * i for i in range(6)],
+        "long_factor": [1.5 + 0.9 * i for i in range(6)],
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+    },
+    "original_max_position_embeddings": 64,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
@@ -38,6 +51,17 @@ def test_more_prompts_than_places_text_and_ids(llm: LLM, tiny_llama: TinyLlama) 
     assert completions[1].prompt_ids == (30, 31, 32)
     assert {completion.finish_reason for completion in completions} == {"length"}
     invariants.check(llm.scheduler)
+
+
+@pytest.mark.parametrize("longest", [64, 256], ids=["short", "long"])
+def test_longrope_is_chosen_by_max_model_len(tmp_path: Path, longest: int) -> None:
+    """transformers chooses by the sequence, which here is within the original context, or beyond it."""
+    tiny = write_tiny("phi3", tmp_path, **LONGROPE)
+    prompt = [(7 * i) % 290 + 5 for i in range(80 if longest > 64 else 40)]
+    wanted = {"weight_dtype": "float32", "max_model_len": longest, "kv_cache_tokens": 512, "threads": 1}
+    with LLM(str(tiny.path), **wanted) as llm:
+        (completion,) = llm.generate([prompt], GREEDY)
+    assert list(completion.token_ids) == tiny.greedy(prompt, 10)
 
 
 def test_one_prompt_is_a_list_of_one_and_none_is_none(llm: LLM) -> None:

@@ -18,6 +18,7 @@ from surefoot.engine.flight_recorder import FlightRecorder, PlanRecord, ResultRe
 from surefoot.protocol.step_plan import StepDone, StepFailed, StepPlan, StepResult
 
 INNERMOST_FRAMES = 3
+OUT_OF_MEMORY = "out of memory: a smaller --mem-fraction or --kv-cache-tokens needs less of it"
 
 log = logging.getLogger("surefoot.engine")
 
@@ -46,10 +47,16 @@ class StepRunner(Protocol):
 
 class ThreadExecutor:
     def __init__(self, make_runner: Callable[[], StepRunner], recorder: FlightRecorder) -> None:
-        """Raises what `make_runner` raises."""
+        """Raises what `make_runner` raises, and MemoryError with the way out if that ran out of memory."""
         self._recorder = recorder
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
-        self.runner = self._stream.submit(make_runner).result()
+        try:
+            self.runner = self._stream.submit(make_runner).result()
+        except Exception as error:
+            self._stream.shutdown()
+            if is_out_of_memory(error):
+                raise MemoryError(OUT_OF_MEMORY) from error
+            raise
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Records the plan, then queues it."""
@@ -63,3 +70,7 @@ class ThreadExecutor:
 
     def close(self) -> None:
         self._stream.shutdown()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch's own is a RuntimeError

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 import msgspec
 
 from surefoot.config.engine_plan import EnginePlan
-from surefoot.engine.executor import ThreadExecutor
+from surefoot.engine.executor import OUT_OF_MEMORY, ThreadExecutor, is_out_of_memory
 from surefoot.engine.flight_recorder import FlightRecorder
 from surefoot.engine.loop import run
 from surefoot.evidence import logs
@@ -35,7 +35,6 @@ EXIT_OK, EXIT_FAILED, EXIT_CANNOT_LOAD = 0, 1, 3
 IDLE_POLL_SECONDS = 0.5  # for which an idle engine may not see that it has another frontend
 BEAT_SECONDS = 5.0
 PROGRESS_SECONDS = 2.0
-OUT_OF_MEMORY = "out of memory: a smaller --mem-fraction or --kv-cache-tokens needs less of it"
 
 log = logging.getLogger("surefoot.engine")
 
@@ -125,13 +124,8 @@ def serve(start: StartEngine, supervisor: SupervisorLines, reports: Reports) -> 
     try:
         recorder = open_recorder(Path(start.ring))
         executor = ThreadExecutor(lambda: ModelRunner(plan, LoadProgress()), recorder)
-    except (ValueError, OSError) as error:  # a checkpoint, a plan or a folder is wrong: the message has the way out
+    except (ValueError, OSError, MemoryError) as error:  # of checkpoint, plan, folder or machine: it has the way out
         reports.send(Failed(str(error), ""))
-        return EXIT_CANNOT_LOAD
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        reports.send(Failed(OUT_OF_MEMORY, ""))
         return EXIT_CANNOT_LOAD
     seconds = time.monotonic() - began
     log.info("weights loaded in %.1f s, %d threads", seconds, plan.num_threads)
@@ -147,10 +141,6 @@ def open_recorder(ring: Path) -> FlightRecorder:
         return FlightRecorder(ring)
     except OSError as error:
         raise OSError(f"{ring} cannot be made: {error.strerror}. Choose another folder with --record-dir") from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "allocate memory" in str(error)  # torch's own is a RuntimeError
 
 
 def main() -> int:

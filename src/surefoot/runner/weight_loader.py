@@ -121,7 +121,7 @@ def _half_split(weight: Tensor, heads: int) -> Tensor:
 
 
 def open_weights(plan: EnginePlan, progress: Callable[[int, int], None]) -> CheckpointWeights:
-    """WeightNamesError lists all tensors that are missing, unused or misshapen."""
+    """WeightNamesError names the checkpoint and lists all tensors that are missing, unused or misshapen."""
     rules = weight_rules(plan.model, plan.checkpoint.format)
     path = Path(plan.checkpoint.path)
     file: TensorFile
@@ -131,4 +131,7 @@ def open_weights(plan: EnginePlan, progress: Callable[[int, int], None]) -> Chec
         file = GGUFTensors(path)
     else:
         file = SafetensorsTensors(path)
-    return CheckpointWeights(file, rules, progress)
+    try:
+        return CheckpointWeights(file, rules, progress)
+    except WeightNamesError as error:
+        raise WeightNamesError(f"{path}: {error}") from error

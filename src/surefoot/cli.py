@@ -49,7 +49,9 @@ surefoot chat
 surefoot generate "The capital of France is" --max-tokens 8
 surefoot plan model.gguf --max-model-len 4096
 eval "$(surefoot completion bash)"
+"""
 
+MODEL = """\
 MODEL is a GGUF file, the directory of a Hugging Face model, or its id on the
 hub (org/name). Without it, SmolLM2-135M-Instruct runs: 98 MB, fetched once."""
 
@@ -73,21 +75,23 @@ echo "What is the capital of France?" | surefoot chat""",
 surefoot generate "The capital of France is" --max-tokens 8
 surefoot generate model.gguf "Once upon a time" "In 1912" --temperature 0.8
 surefoot generate --stop . < prompts.txt
-surefoot generate -i requests.jsonl -o answers.jsonl
-
-A first argument that has a slash, ends in .gguf or names a directory here is
-the MODEL. With --model, all arguments are prompts.""",
+surefoot generate -i requests.jsonl -o answers.jsonl""",
     "plan": """\
 surefoot plan                        the default model on this machine
 surefoot plan model.gguf --max-running-requests 256 --max-model-len 8192
-surefoot plan model.gguf --json | jq .bounds
-
-Takes the flags of `serve`. Exits with 2 if the configuration cannot work.""",
+surefoot plan model.gguf --json | jq .bounds""",
     "completion": """\
 eval "$(surefoot completion bash)"   for this shell, or as a line of ~/.bashrc
 surefoot completion zsh > ~/.zfunc/_surefoot
 surefoot completion fish > ~/.config/fish/completions/surefoot.fish""",
 }
+
+PROMPTS = """\
+A first argument without spaces that has a slash, ends in .gguf or names a
+directory here is the MODEL. With --model, all arguments are prompts. A prompt
+is printed with its continuation."""
+
+PLAN = "Takes the flags of `serve`. Exits with 2 if the configuration cannot work."
 
 BATCH = """\
 A line of FILE is {"prompt": "..."} or {"messages": [...]}, with any field of
@@ -128,6 +132,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         dest="command", required=True, metavar="COMMAND", title="commands", prog="surefoot"
     )
     root.add_argument_group("examples", ROOT_EXAMPLES)
+    root.add_argument_group("models", MODEL)
     more = root.add_argument_group("more", MORE)
     more.add_argument("--version", action="version", version=f"surefoot {__version__}", help="show the version")
     _add_help(more)
@@ -173,7 +178,7 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("prompts")
+    group = command.add_argument_group("prompts", PROMPTS)
     group.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue; without any, lines of stdin")
     group = command.add_argument_group("batches", BATCH)
     flags.complete_files(group.add_argument("-i", "--input", metavar="FILE", help="JSONL file of requests; - is stdin"))
@@ -184,7 +189,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("output")
+    group = command.add_argument_group("output", PLAN)
     group.add_argument("--json", action="store_true", help="for programs: one JSON object")
     flags.add_settings(command, settings_module.infos(), model_argument=True)
 
@@ -198,40 +203,28 @@ def _offline_settings(*also: str) -> list[settings_module.SettingInfo]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    root, commands = _parsers()
-    if not argv:
-        root.print_help(sys.stderr)
-        return EXIT_BAD_INPUT
-    if not argv[0].startswith("-") and argv[0] not in commands:
-        root.error(f"there is no command {argv[0]}{_meant(argv[0], commands)}`surefoot --help` lists all")
-    known, unknown = root.parse_known_args(argv)
-    arguments = vars(known)
-    command = commands[known.command]
-    if known.command == "generate":  # prompts after flags
-        known.prompts += [word for word in unknown if not word.startswith("-")]
-        unknown = [word for word in unknown if word.startswith("-")]
-    if unknown:
-        command.error(_what_is(unknown[0], known.command, commands))
-    console = Console(stderr=True)
     try:
-        if known.command == "completion":
-            print(shtab.complete(root, known.shell))
-            return 0
-        return _run(arguments, console)
+        return _run(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush must not fail
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, MemoryError) as error:  # of settings, checkpoints, plans and files: it has the way out
-        console.print(f"[bold red]error:[/] {escape(str(error) or 'out of memory')}", highlight=False, soft_wrap=True)
+        message = f"[bold red]error:[/] {escape(str(error) or 'out of memory')}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def _run(arguments: Arguments, console: Console) -> int:
-    if arguments["command"] == "generate":
-        arguments = flags.split_model(arguments)
+def _run(argv: Sequence[str]) -> int:
+    if not argv:
+        parser().print_help(sys.stderr)
+        return EXIT_BAD_INPUT
+    arguments = _parse(argv)
+    if arguments["command"] == "completion":
+        print(shtab.complete(parser(), arguments["shell"]))
+        return 0
+    console = Console(stderr=True)
     settings = flags.settings_of(arguments)
     limit_openmp_spinning()
     match arguments["command"]:
@@ -251,6 +244,22 @@ def _run(arguments: Arguments, console: Console) -> int:
             from surefoot.commands import generate
 
             return generate.run(settings, arguments, console)
+
+
+def _parse(argv: Sequence[str]) -> Arguments:
+    """Exits if a word is not known. Raises ValueError if a model stands among the prompts."""
+    root, commands = _parsers()
+    first = argv[0]
+    if not first.startswith("-") and first not in commands:
+        root.error(f"there is no command {first}{_meant(first, commands)}`surefoot --help` lists all")
+    parsed, unknown = root.parse_known_args(argv)
+    arguments, name = vars(parsed), parsed.command
+    late = [word for word in unknown if name == "generate" and not word.startswith("-")]  # prompts after flags
+    if wrong := [word for word in unknown if word not in late]:
+        commands[name].error(_what_is(wrong[0], name, commands))
+    if name == "generate":
+        return flags.split_model({**arguments, "prompts": [*arguments["prompts"], *late]})
+    return arguments
 
 
 def _what_is(word: str, name: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:

@@ -98,6 +98,9 @@ def test_openai_lines_get_the_servers_bodies(tiny_llama: TinyLlama, tmp_path: Pa
 def test_a_wrong_line_gets_its_error_and_the_others_go_on(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     lines: list[Json | str] = [
         "{not JSON",
+        '{"x": ' + "[" * 20_000 + "]" * 20_000 + "}",
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": "half a character: \\ud800"}',
         "[1, 2]",
         {"id": 7, "prompt": PROMPT, "temperature": 5},
         {"prompt": PROMPT, "nonsense": 1},
@@ -107,12 +110,22 @@ def test_a_wrong_line_gets_its_error_and_the_others_go_on(tiny_llama: TinyLlama,
         {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True},
     ]
     *wrong, right = answers(tiny_llama, tmp_path, lines)
-    assert [line["index"] for line in (*wrong, right)] == list(range(7))  # the blank line is none
+    assert [line["index"] for line in (*wrong, right)] == list(range(10))  # the blank line is none
     assert {line["status_code"] for line in wrong} == {400}
     messages = [line["error"]["message"] for line in wrong]
-    says = ("not JSON", "not a JSON object", "temperature is 5", "unknown parameter: nonsense", "either", "stream")
+    says = (
+        "this line is not valid JSON: Expecting property name",
+        "nested more than 64 deep",
+        "'prompt' stands twice",
+        "this line is not valid JSON",
+        "not a JSON object",
+        "temperature is 5",
+        "unknown parameter: nonsense",
+        "either",
+        "stream",
+    )
     assert all(word in message for word, message in zip(says, messages, strict=True))
-    assert (wrong[2]["id"], wrong[2]["error"]["param"]) == (7, "temperature")
+    assert (wrong[5]["id"], wrong[5]["error"]["param"]) == (7, "temperature")
     assert right["usage"]["completion_tokens"] == 2
 
 
@@ -147,6 +160,13 @@ def test_flags_fill_in_what_a_line_leaves_out(tiny_llama: TinyLlama, tmp_path: P
     assert answers(tiny_llama, tmp_path, lines[3:])[0]["usage"]["completion_tokens"] == 4
 
 
+def test_max_tokens_gives_way_to_its_newer_name(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    body = {"messages": CHAT, "ignore_eos": True, "max_completion_tokens": 4}
+    lines = [body, openai_line("a", "/v1/chat/completions", **body)]
+    short, openai = answers(tiny_llama, tmp_path, lines, "--max-tokens=5")
+    assert short["usage"]["completion_tokens"] == openai["response"]["body"]["usage"]["completion_tokens"] == 4
+
+
 def test_lines_of_more_sequences_than_free_places_wait_for_them(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     lines = [{"prompt": [PROMPT, [40, 41]], "max_tokens": 3, "ignore_eos": True}] * 6
     results = answers(tiny_llama, tmp_path, lines)
@@ -173,7 +193,7 @@ def test_answers_to_something_else_are_not_touched(
     kept = target.read_bytes()
     for lines, flag, says in (
         ([{"id": "a", "prompt": PROMPT}, {"id": "c", "prompt": PROMPT}], "--resume", "line 2 of"),
-        ([{"id": "a", "prompt": PROMPT}], "--resume", "has 2 answers, and the input only 1 lines"),
+        ([{"id": "a", "prompt": PROMPT}], "--resume", "has 2 answers, and the input only 1 line:"),
         ([{"id": "a", "prompt": PROMPT}], "--seed=1", "has answers already: go on with --resume"),
     ):
         source = write(tmp_path / "other.jsonl", lines)
@@ -223,11 +243,23 @@ def test_an_engine_that_raises_ends_the_run(tiny_llama: TinyLlama, monkeypatch: 
             asyncio.run(asyncio.wait_for(post(), 20))
 
 
-def test_batches_read_stdin_and_write_stdout(tiny_llama: TinyLlama) -> None:
-    line = json.dumps({"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True})
-    ended = surefoot("generate", str(tiny_llama.path), "-i-", *FLAGS, stdin=line + "\n\n")
+@pytest.mark.parametrize("output", [(), ("-o/dev/stdout",)], ids=["stdout", "a pipe by name"])
+def test_batches_read_stdin_and_write_stdout(tiny_llama: TinyLlama, output: Sequence[str]) -> None:
+    line = json.dumps({"prompt": PROMPT, "max_tokens": 1, "ignore_eos": True})
+    ended = surefoot("generate", str(tiny_llama.path), "-i-", *output, *FLAGS, stdin=line + "\n\n")
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["usage"]["completion_tokens"] == 2
+    assert json.loads(ended.stdout)["usage"]["completion_tokens"] == 1
+    assert "1 of 1 line answered, 0 with an error; 1 token in" in ended.stderr
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": PROMPT, "max_tokens": 1}) + "\n", encoding="utf-8-sig")
+    assert cli.main(command(tiny_llama, source, tmp_path / "out.jsonl")) == 0
+    assert "usage" in read(tmp_path / "out.jsonl")[0]
+
+    ended = surefoot("generate", str(tiny_llama.path), *FLAGS, "--max-tokens=1", stdin="\ufeffthe quick\n")
+    assert ended.stdout.startswith("the quick")
 
 
 @pytest.mark.parametrize(
@@ -236,17 +268,36 @@ def test_batches_read_stdin_and_write_stdout(tiny_llama: TinyLlama) -> None:
         (["-o", "x"], "--output is for batches"),
         (["--resume"], "--resume is for batches"),
         (["-i", "in.jsonl", "prompt"], "give one of them"),
-        (["-i", "/nowhere.jsonl"], "No such file"),
+        (["-i", "/nowhere.jsonl"], "there is no file /nowhere.jsonl: give"),
+        (["-i", "/nowhere/in.jsonl"], "there is no directory /nowhere for in.jsonl: make it"),
+        (["-i", "/tmp"], "/tmp is a directory: give a file"),
+        (["-i", "~nobody-here/x"], "~nobody-here/x begins with a user who is not known here"),
+        (["-i", "in.jsonl", "-o", "/tmp"], "/tmp is a directory: give a file"),
+        (["-i", "in.jsonl", "-o", "/nowhere/x"], "there is no directory /nowhere for x: make it"),
+        (["-i", "in.jsonl", "-o", "/dev/null", "--resume"], "--resume goes on in a file, and /dev/null is none"),
         (["-i", "/dev/null"], "has no lines"),
         (["x", "--temperature", "9"], "temperature is 9.0"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_what_makes_no_sense_is_said(
-    tiny_llama: TinyLlama, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    tiny_llama: TinyLlama,
+    flags: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in.jsonl", [{"prompt": PROMPT}])
     assert cli.main(["generate", f"--model={tiny_llama.path}", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_without_a_prompt_is_named(tiny_llama: TinyLlama) -> None:
+    ended = surefoot("generate", "and/or")
+    assert ended.returncode == 2
+    assert "there is no prompt (and/or was taken as the model" in ended.stderr
 
 
 def test_prompts_are_arguments_or_lines(tiny_llama: TinyLlama) -> None:

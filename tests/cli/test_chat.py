@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import stat
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ FLAGS = ("--weight-dtype=float32", "--max-running-requests=2", "--kv-cache-token
 
 
 class Echo:
-    """Answers with the last message in capitals; an answer to "fail" fails."""
+    """Answers with the last message in capitals; an answer with the word "fail" fails there."""
 
     name = "echo"
     context = 100
@@ -47,9 +50,10 @@ class EchoAnswer:
         self.prompt_tokens = self.output_tokens = len(text)
 
     def __iter__(self) -> Iterator[str]:
-        if self._text == "fail":
-            raise RuntimeError("it failed")
-        yield from self._text.upper().split()
+        for word in self._text.split():
+            if word == "fail":
+                raise RuntimeError("it failed")
+            yield word.upper()
 
     def close(self) -> None:
         pass
@@ -72,11 +76,24 @@ def test_a_conversation_is_what_was_said_and_answered(chat: Chat, capsys: pytest
     assert capsys.readouterr().out == "A\nB\n"
 
 
-def test_a_message_without_an_answer_is_forgotten(chat: Chat) -> None:
+def test_a_message_without_a_whole_answer_is_forgotten(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.say("a")
     with pytest.raises(RuntimeError):
-        chat.say("fail")
+        chat.say("b fail")
     assert contents(chat) == ["a", "A"]
+    assert capsys.readouterr().out == "A\nB\n"  # the error that comes has a line of its own
+
+
+def test_ctrl_c_after_an_answer_costs_none(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_is_terminal", True)
+    monkeypatch.setattr(chat, "_note", interrupted)
+    for act in (lambda: chat.say("a"), lambda: chat.retry("")):
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        assert contents(chat) == ["a", "A"]
 
 
 def test_system_reset_undo(chat: Chat) -> None:
@@ -121,8 +138,8 @@ def test_set_takes_every_sampling_flag_and_refuses_what_it_cannot_be(chat: Chat)
     for line, says in (
         ("/set temperature 9", "temperature is 9.0; allowed is: from 0 to 2"),
         ("/set top_k many", "top_k 'many' is not a whole number"),
-        ("/set tempo 1", "give a name and a value"),
-        ("/set top_k", "give a name and a value"),
+        ("/set tempo 1", "there is no sampling flag tempo: names are max_tokens, temperature"),
+        ("/set top_k", "give top_k a value"),
     ):
         with pytest.raises(ValueError, match=says):
             chat.command(line)
@@ -139,11 +156,17 @@ def test_save_and_load(chat: Chat, tmp_path: Path) -> None:
     chat.command(f"/load {tmp_path}/chat.json")
     assert chat.messages == saved
     (tmp_path / "wrong.json").write_text('[{"role": "robot", "content": "x"}]')
-    for name, says in (("wrong.json", "is not a list of messages"), ("none.json", "No such file")):
+    for name, says in (("wrong.json", "is not a list of messages"), ("none.json", "there is no file")):
         with pytest.raises((ValueError, OSError), match=says):
             chat.command(f"/load {tmp_path}/{name}")
-    with pytest.raises(ValueError, match="name of a file"):
-        chat.command("/save")
+    for name, says in (
+        ("", "name of a file"),
+        (str(tmp_path), "is a directory: give a file"),
+        ("/nowhere/x", "there is no directory /nowhere for x: make it"),
+        ("~nobody-here/x", "begins with a user who is not known here"),
+    ):
+        with pytest.raises((ValueError, OSError), match=says):
+            chat.command(f"/save {name}")
     assert chat.messages == saved
 
 
@@ -152,7 +175,7 @@ def test_help_tokens_exit_and_what_is_none_of_them(chat: Chat, capsys: pytest.Ca
     assert "/retry" in capsys.readouterr().err
     chat.say("abc")
     chat.command("/tokens")
-    assert "6 tokens of a context of 100" in capsys.readouterr().err
+    assert "6 tokens of a context of 100, with the marks of the chat template" in capsys.readouterr().err
     with pytest.raises(ValueError, match="there is no /nonsense"):
         chat.command("/nonsense x")
     with pytest.raises(EOFError):
@@ -174,7 +197,7 @@ def test_in_a_terminal(tiny_llama: TinyLlama, tmp_path: Path) -> None:
         assert "/help lists commands" in terminal.until("> ")
         shown = terminal.ask("the quick")
         assert "5 tokens in" in shown
-        assert "tok/s), context " in shown
+        assert "tok/s), with the prompt " in shown
         assert "there is no /nonsense" in terminal.ask("/nonsense")
         terminal.type("one \\\n")
         terminal.until(". ")
@@ -184,13 +207,15 @@ def test_in_a_terminal(tiny_llama: TinyLlama, tmp_path: Path) -> None:
         terminal.type("three\n")
         terminal.until(". ")
         terminal.ask('four"""')
+        assert "5 tokens in" in terminal.ask('"""/help me"""')
+        terminal.ask("/undo")
         terminal.ask(f"/save {tmp_path}/chat.json")
         terminal.ask("/set max_tokens none")
         terminal.type("go on\n")
         terminal.until("go on\n")
         terminal.until("e")  # some of the answer
         terminal.type("\x03")
-        assert "tok/s), context " in terminal.until("> ")
+        assert "tok/s), with the prompt " in terminal.until("> ")
         terminal.ask(f"/save {tmp_path}/longer.json")
         terminal.type("half a line\x03")
         terminal.until("Ctrl-D ends")
@@ -233,6 +258,53 @@ def test_with_a_server(tiny_llama: TinyLlama, tmp_path: Path) -> None:
         assert answer.prompt_tokens == model.count_tokens(messages)
         with pytest.raises(ValueError, match="answered 400: top_p"):
             model.answer(messages, {"top_p": 7})
+
+
+PIECE = b'data: {"choices": [{"delta": {"content": "He was"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    "header, body, is_whole",
+    [
+        ("", PIECE + DONE, True),
+        ("", PIECE, False),
+        ("", PIECE + PIECE[:20], False),
+        ("Content-Length: 1000", PIECE, False),
+        (CHUNKED, b"%x\r\n%s\r\n" % (len(PIECE), PIECE), False),
+        (CHUNKED, b"%x\r\n%s" % (1000, PIECE), False),
+    ],
+    ids=["whole", "no end", "half an event", "short", "no last chunk", "half a chunk"],
+)
+def test_an_answer_that_breaks_off_is_no_answer(header: str, body: bytes, is_whole: bool) -> None:
+    models = json.dumps({"data": [{"id": "m"}]}).encode()
+    with answering(b"HTTP/1.1 200 OK\r\n\r\n" + models, f"HTTP/1.1 200 OK\r\n{header}\r\n".encode() + body) as url:
+        chat = Chat(RemoteModel(url, "", ""), {}, Console(stderr=True))
+        with contextlib.nullcontext() if is_whole else pytest.raises(OSError, match="broke before the answer's end"):
+            chat.say("x")
+    assert contents(chat) == (["x", "He was"] if is_whole else [])
+
+
+@contextlib.contextmanager
+def answering(*responses: bytes) -> Iterator[str]:
+    """A server that sends these, whatever it is asked, each in a connection that it then closes."""
+
+    def serve() -> None:
+        for response in responses:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(response)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        thread.join(20)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,23 @@ def test_defaults_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "steps planned ahead of the one whose result is known [auto]" in page
 
 
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "plan"])
+def test_the_setting_that_explains_others_is_one_of_the_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = help_of(command, capsys=capsys)
+    variables = re.findall(
+        rf"{settings_module.ENVIRONMENT_PREFIX}(\w+)=", page[page.index("settings from elsewhere") :]
+    )
+    assert variables
+    assert all(f"--{name.lower().replace('_', '-')}" in page for name in variables)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_among_examples_are_only_commands(command: str) -> None:
+    assert all(re.search(rf"surefoot {command}\b", line) for line in cli.EXAMPLES[command].splitlines())
+
+
 def test_every_setting_has_one_group() -> None:
     grouped = [name for names in settings_module.GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(settings_module.Settings.__struct_fields__)
@@ -105,6 +122,7 @@ def test_every_sampling_flag_is_a_parameter_and_reaches_it() -> None:
     "arguments, says",
     [
         (["sreve"], "there is no command sreve: did you mean serve?"),
+        (["--prot", "serve"], "there is no --prot: did you mean --port?"),
         (["serve", "--prot", "80"], "there is no --prot: did you mean --port?"),
         (["chat", "--port", "80"], "--port means nothing to chat, it is a flag of serve, plan"),
         (["serve", "a.gguf", "b.gguf"], "unexpected argument 'b.gguf'"),
@@ -149,6 +167,24 @@ def test_the_first_prompt_is_the_model_if_it_looks_like_one(tmp_path: Path) -> N
         assert split("this or/and that") == ("default", ["this or/and that"])
         assert split("and/or", "--model", "m.gguf") == ("m.gguf", ["and/or"])
         assert split() == ("default", [])
+
+
+def test_a_model_among_the_prompts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(tmp_path):
+        Path("model.gguf").touch()
+        for words in (["hello", "model.gguf"], ["hello", "--max-tokens", "4", "model.gguf"]):
+            assert cli.main(["generate", *words]) == 2
+            assert "model.gguf is a model, not a prompt: the model comes first" in capsys.readouterr().err
+        given = vars(cli.parser().parse_args(["generate", "hello", "model.gguf", "--model", "m.gguf"]))
+        assert flags.split_model(given)["prompts"] == ["hello", "model.gguf"]
+
+
+def test_ctrl_c_is_no_traceback_even_before_the_command_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_parsers", interrupted)
+    assert cli.main(["serve"]) == cli.EXIT_INTERRUPTED
 
 
 def test_python_m_surefoot_is_surefoot() -> None:

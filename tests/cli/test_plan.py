@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from surefoot import cli
+from surefoot.config import settings
 from tests.cli.terminal import surefoot
 from tests.tiny import TinyLlama
 
@@ -36,7 +37,11 @@ def test_a_page_of_80_columns(checkpoint: Path) -> None:
         assert any(line.startswith(title) for line in lines)
     words = [line.split() for line in lines]
     assert ["max_model_len", "64", "asked", "for"] in words
-    assert ["api_key", "(set)"] in words
+    assert ["api_key", "(set)", "asked", "for"] in words
+    assert ["port", "8000", "default"] in words
+    names = {line[0] for line in words if line}
+    assert names >= {info.name for info in settings.infos()}
+    assert not names & {"num_threads", "num_pages", "prefix_cache"}
     assert "hush" not in ended.stdout
 
 
@@ -52,6 +57,8 @@ def test_json_has_all_of_it(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert "decode/none/torch" in content["paths"][0]
     assert len(content["paths"]) == len(set(content["paths"]))
     assert content["server"]["port"] == "8000"
+    told = [reason[0] for reason in content["plan"]["reasons"]] + list(content["server"])
+    assert sorted(told) == sorted(info.name for info in settings.infos())
 
 
 def test_all_conflicts_come_with_exit_code_2(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

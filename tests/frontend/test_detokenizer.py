@@ -221,7 +221,7 @@ def test_chunks_do_not_change_what_a_stop_finder_gives():
         for part in chunks(generator, [ord(character) for character in text]):
             if not finder.found:
                 given += finder.push("".join(map(chr, part)))
-        assert given + finder.flush() == cut(text, stops)
+        assert given + finder.held == cut(text, stops)
 
 
 def test_a_stop_id_is_counted_but_not_rendered():

@@ -85,7 +85,6 @@ def test_eos_ids(tmp_path: Path, config: dict[str, Any], generation: dict[str, A
 def test_a_base_model_has_no_chat_template(tmp_path: Path) -> None:
     save_directory(tmp_path, train_byte_level())
     found = load_directory(tmp_path)
-    assert not found.has_chat_template
     with pytest.raises(ChatTemplateError, match="use /v1/completions"):
         found.apply_chat_template([{"role": "user", "content": "hi"}])
 
@@ -106,7 +105,6 @@ def test_chat_template_in_the_config(tmp_path: Path, template: Any) -> None:
     config = json.loads(config_path.read_text()) | {"chat_template": template, "bos_token": {"content": "<bos>"}}
     config_path.write_text(json.dumps(config))
     found = load_directory(tmp_path)
-    assert found.has_chat_template
     assert found.apply_chat_template(MESSAGES) == "<bos>[user]hi<|end|>"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -199,7 +200,23 @@ def test_a_text_is_scored_without_output(with_server, tokenizer):
             assert choice["logprobs"]["token_logprobs"] == [None] + [told_logprob(token) for token in ids[1:]]
         assert answer["usage"]["completion_tokens"] == 0
         assert {request.max_new_tokens for request in server.engine.submitted} == {1}
-        check_error(await server.complete(max_tokens=0), 400, "max_tokens")
+
+    with_server(test)
+
+
+def test_no_output_may_be_asked_for(with_server):
+    """It fills the prefix cache."""
+
+    async def test(server):
+        for ask in (server.complete, server.chat):
+            answer = (await ask(max_tokens=0)).json()
+            [choice] = answer["choices"]
+            assert choice.get("text", choice.get("message", {}).get("content")) == ""
+            assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
+            lines = (await ask(max_tokens=0, stream=True)).text.splitlines()
+            *chunks, last = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+            assert last["finish_reason"] == "length"
+            assert not any(chunk.get("text") or chunk.get("delta", {}).get("content") for chunk in [*chunks, last])
 
     with_server(test)
 

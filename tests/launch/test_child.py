@@ -10,6 +10,7 @@ from surefoot.launch.child import exit_code, how_it_ended, oom_kills
 
 def test_how_it_ended() -> None:
     assert how_it_ended(7, oom_killed=False) == "ended with exit code 7"
+    assert how_it_ended(-40, oom_killed=False) == "was killed by signal 40"
     assert how_it_ended(-signal.SIGSEGV, oom_killed=True) == "was killed by SIGSEGV"
     assert how_it_ended(-signal.SIGKILL, oom_killed=False) == "was killed by SIGKILL"
     assert how_it_ended(-signal.SIGKILL, oom_killed=True) == "was killed by the kernel, because memory ran out"

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from surefoot.commands.in_process_server import Answer, InProcessServer
+from surefoot.http import json_body
 from surefoot.http.errors import ApiError
 
 Json = dict[str, Any]
@@ -79,17 +80,18 @@ Line = ShortLine | OpenAILine
 def parse(text: bytes, index: int, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Line:
     """A line of the input. Fields that it does not have are taken from `given`, and in a short line from `defaults`."""
     try:
-        fields = msgspec.json.decode(text)
+        json_body.parse(text)
+        fields = msgspec.json.decode(text)  # refuses too what could not be sent on: half a character, 1e999
+    except json_body.InvalidJson as error:
+        return ShortLine(index, {}, {}, error.detail.replace("the body", "this line", 1))
     except msgspec.DecodeError as error:
-        return ShortLine(index, {}, {}, f"this line is not JSON: {error}")
+        return ShortLine(index, {}, {}, f"this line is not valid JSON: {error}")
     if not isinstance(fields, dict):
         return ShortLine(index, {}, {}, "this line is not a JSON object")
     if "body" in fields or "custom_id" in fields:
         return _parse_openai_line(fields, given)
     own = {"id": fields.pop("id")} if "id" in fields else {}
-    if "max_completion_tokens" in fields:  # the newer name of max_tokens
-        defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
-    body = {**defaults, **given, **fields}
+    body = _filled(fields, {**defaults, **given})
     refusal = "" if ("prompt" in fields) != ("messages" in fields) else 'give either "prompt" or "messages"'
     return ShortLine(index, own, body, refusal or _why_unfit(body))
 
@@ -111,7 +113,14 @@ def _parse_openai_line(fields: Json, given: Mapping[str, Any]) -> OpenAILine:
         refusal = f"unknown field: {min(unknown)}"
     if refusal:
         return OpenAILine(custom_id, "", {}, refusal)
-    return OpenAILine(custom_id, url, {**given, **body}, _why_unfit(body))
+    return OpenAILine(custom_id, url, _filled(body, given), _why_unfit(body))
+
+
+def _filled(body: Json, others: Mapping[str, Any]) -> Json:
+    """With those of the `others` that it leaves out."""
+    if "max_completion_tokens" in body:  # the newer name of max_tokens
+        others = {name: value for name, value in others.items() if name != "max_tokens"}
+    return {**others, **body}
 
 
 def _why_unfit(body: Json) -> str:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -16,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from surefoot.commands import flags
-from surefoot.commands.chat_models import ChatModel, LocalModel, Message, RemoteModel
-from surefoot.commands.flags import SAMPLING_FLAGS, Arguments
+from surefoot.commands.chat_models import Answer, ChatModel, LocalModel, Message, RemoteModel
+from surefoot.commands.flags import SAMPLING_FLAGS, Arguments, counted
 from surefoot.config.settings import Settings, state_dir
 
 HISTORY_LINES = 1000
@@ -66,8 +65,8 @@ def _open_model(settings: Settings, arguments: Arguments, console: Console) -> C
 def _converse(chat: Chat, console: Console) -> None:
     while True:
         try:
-            text = _read_message()
-            if text.startswith("/"):
+            text, is_quoted = _read_message()
+            if text.startswith("/") and not is_quoted:
                 chat.command(text)
             elif text:
                 chat.say(text)
@@ -79,17 +78,20 @@ def _converse(chat: Chat, console: Console) -> None:
             console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
-def _read_message() -> str:
-    """One line, or several: after a backslash at a line's end, or between triple quotes. Raises EOFError at the end."""
+def _read_message() -> tuple[str, bool]:
+    """One line, or several after a backslash at a line's end or between triple quotes; and whether quotes were there.
+
+    Raises EOFError at the end.
+    """
     line = input("> ").strip()
     if line.startswith(QUOTES):
         text = line.removeprefix(QUOTES)
         while not text.endswith(QUOTES):
             text += "\n" + input(". ")
-        return text.removesuffix(QUOTES).strip()
+        return text.removesuffix(QUOTES).strip(), True
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input(". ")
-    return line
+    return line, False
 
 
 @contextlib.contextmanager
@@ -123,12 +125,9 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Raises what the model raises; then the message is not part of the conversation."""
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
-        try:
-            self._answer()
-        except BaseException:
-            self.messages.pop()
-            raise
+        self._answer(before)
 
     def command(self, line: str) -> None:
         """Raises ValueError for one that is wrong, EOFError for /exit."""
@@ -159,8 +158,10 @@ class Chat:
             return
         word, _, value = argument.partition(" ")
         name = word.lstrip("-").replace("-", "_").removeprefix("sampling_")
-        if name not in SAMPLING_FLAGS or not value:
-            raise ValueError(f"give a name and a value; names are {', '.join(SAMPLING_FLAGS)}")
+        if name not in SAMPLING_FLAGS:
+            raise ValueError(f"there is no sampling flag {word}: names are {', '.join(SAMPLING_FLAGS)}")
+        if not value:
+            raise ValueError(f"give {name} a value, or none to take it back")
         fields = {other: kept for other, kept in self.fields.items() if other != name}
         if value != "none":
             fields[name] = [value] if name == "stop" else _number(name, value)
@@ -169,64 +170,75 @@ class Chat:
         self._note(f"{name} is {value}")
 
     def retry(self, argument: str) -> None:
-        answer = self.messages[-1:] if self.messages and self.messages[-1]["role"] == "assistant" else []
-        del self.messages[len(self.messages) - len(answer) :]
+        before = list(self.messages)
+        if before and before[-1]["role"] == "assistant":
+            self.messages.pop()
         if not self.messages or self.messages[-1]["role"] != "user":
-            self.messages += answer
+            self.messages = before
             raise ValueError("there is no message to answer again")
-        try:
-            self._answer()
-        except BaseException:
-            self.messages += answer
-            raise
+        self._answer(before)
 
     def undo(self, argument: str) -> None:
         if len(self.messages) == self._num_system():
             raise ValueError("there is nothing to undo")
         while self.messages.pop()["role"] != "user" and len(self.messages) > self._num_system():
             pass
-        self._note(f"the last message and its answer are forgotten; {len(self.messages)} are left")
+        self._note(f"the last message and its answer are forgotten; {counted(len(self.messages), 'message')} left")
 
     def tokens(self, argument: str) -> None:
         used = self.model.count_tokens(self.messages) if self.messages else 0
-        self._note(f"{used} tokens of a context of {self.model.context or 'unknown length'}")
+        context = self.model.context or "unknown length"
+        self._note(f"{counted(used, 'token')} of a context of {context}, with the marks of the chat template")
 
     def save(self, argument: str) -> None:
-        path = _path(argument)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self.messages)) + b"\n")
-        self._note(f"{len(self.messages)} messages are in {path}")
+        path = flags.path_of(argument)
+        with flags.file_errors(path):
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.messages)) + b"\n")
+        self._note(f"{path} has {counted(len(self.messages), 'message')} now")
 
     def load(self, argument: str) -> None:
-        path = _path(argument)
+        path = flags.path_of(argument)
+        with flags.file_errors(path):
+            data = path.read_bytes()
         try:
-            messages = msgspec.json.decode(path.read_bytes(), type=list[SavedMessage])
+            messages = msgspec.json.decode(data, type=list[SavedMessage])
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} is not a list of messages with role and content: {error}") from error
         self.messages = [{"role": message.role, "content": message.content} for message in messages]
-        self._note(f"{len(self.messages)} messages; /retry answers the last one again")
+        self._note(f"{counted(len(self.messages), 'message')}; /retry answers the last one again")
 
     def exit(self, argument: str) -> None:
         raise EOFError
 
-    def _answer(self) -> None:
-        """To the last message. Ctrl-C stops it; what has come is kept."""
+    def _answer(self, before: list[Message]) -> None:
+        """To the last message. If no answer comes, the conversation is what it was `before`."""
         began = time.monotonic()
-        pieces: list[str] = []
-        with contextlib.closing(self.model.answer(self.messages, self.fields)) as answer:
-            try:
-                for piece in answer:
-                    print(piece, end="", flush=True)
-                    pieces.append(piece)
-            except KeyboardInterrupt:
-                if not self._is_terminal:
-                    raise
-        print()
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        try:
+            with contextlib.closing(self.model.answer(self.messages, self.fields)) as answer:
+                text = self._print(answer)
+        except BaseException:
+            self.messages = before
+            raise
+        self.messages.append({"role": "assistant", "content": text})
         if self._is_terminal and answer.output_tokens:
             seconds = time.monotonic() - began
-            context = f", context {answer.prompt_tokens + answer.output_tokens} of {self.model.context or 'unknown'}"
-            speed = f"{answer.output_tokens} tokens in {seconds:.1f} s ({answer.output_tokens / seconds:.0f} tok/s)"
-            self._note(speed + context)
+            speed = f"in {seconds:.1f} s ({answer.output_tokens / seconds:.0f} tok/s)"
+            total = f"{answer.prompt_tokens + answer.output_tokens} of {self.model.context or 'unknown'}"
+            self._note(f"{counted(answer.output_tokens, 'token')} {speed}, with the prompt {total}")
+
+    def _print(self, answer: Answer) -> str:
+        """Its text. Ctrl-C stops it; what has come is kept."""
+        pieces: list[str] = []
+        try:
+            for piece in answer:
+                print(piece, end="", flush=True)
+                pieces.append(piece)
+        except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
+        finally:  # an error has a line of its own
+            print()
+        return "".join(pieces)
 
     def _num_system(self) -> int:
         """Messages before the conversation: one, or none."""
@@ -249,7 +261,7 @@ COMMANDS = {
     "/set": Command(Chat.set_sampling, "[NAME VALUE]", "change a sampling flag: /set temperature 0.2; alone show all"),
     "/retry": Command(Chat.retry, "", "answer the last message again"),
     "/undo": Command(Chat.undo, "", "forget the last message and its answer"),
-    "/tokens": Command(Chat.tokens, "", "how much of the context is used"),
+    "/tokens": Command(Chat.tokens, "", "how much of the context the conversation takes"),
     "/save": Command(Chat.save, "FILE", "write the conversation as JSON"),
     "/load": Command(Chat.load, "FILE", "read it back"),
     "/exit": Command(Chat.exit, "", "end; so does Ctrl-D"),
@@ -262,9 +274,3 @@ def _number(name: str, value: str) -> int | float:
         return kind(value)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ValueError(f"{name} {value!r} is not {'a whole number' if kind is int else 'a number'}") from error
-
-
-def _path(argument: str) -> Path:
-    if not argument:
-        raise ValueError("give the name of a file")
-    return Path(argument).expanduser()

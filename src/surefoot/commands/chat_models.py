@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import urllib.error
@@ -112,10 +113,7 @@ class _RemoteAnswer:
         self.output_tokens = 0
 
     def __iter__(self) -> Iterator[str]:
-        for line in self._response:
-            data = line.removeprefix(b"data:").strip()
-            if data == line.strip() or data == b"[DONE]":
-                continue
+        for data in self._data():
             event = json.loads(data)
             if "error" in event:
                 raise ValueError(_message(data))
@@ -123,6 +121,17 @@ class _RemoteAnswer:
                 self.prompt_tokens, self.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
+
+    def _data(self) -> Iterator[bytes]:
+        """Of each event, until the server says that there are no more. Raises OSError if it never does."""
+        with contextlib.suppress(http.client.HTTPException, OSError):
+            for line in self._response:
+                if line.startswith(b"data:") and line.endswith(b"\n"):
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    yield data
+        raise OSError("the connection broke before the answer's end: say it again when the server is back")
 
     def close(self) -> None:
         self._response.close()

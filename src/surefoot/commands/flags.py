@@ -1,4 +1,6 @@
-"""Flags that commands share: those of settings, generated from config.settings, and those of sampling parameters.
+"""What commands share: flags, names of files, counts in words.
+
+Flags of settings are generated from config.settings, those of sampling parameters stand here.
 
 A flag that was not given is None among the parsed arguments, so that a default of a command, a line of a batch or a
 file of settings can fill it in.
@@ -7,8 +9,9 @@ file of settings can fill it in.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ Arguments = Mapping[str, Any]  # parsed, by `dest`
 DIRECTORIES = {"model_cache", "record_dir"}  # settings that name one
 FROM_ELSEWHERE = f"""\
 A setting that no flag gives comes from the environment, as in
-{settings_module.ENVIRONMENT_PREFIX}PORT=8001, else from the TOML file, as in `port = 8001`. Otherwise
+{settings_module.ENVIRONMENT_PREFIX}THREADS=2, else from the TOML file, as in `threads = 2`. Otherwise
 it has its default, which is in brackets here."""
 
 
@@ -100,11 +103,17 @@ def settings_of(arguments: Arguments) -> Settings:
 
 
 def split_model(arguments: Arguments) -> Arguments:
-    """Takes the first of the positional arguments for the model, if it looks like one and --model is not given."""
-    first, *rest = arguments["prompts"] or [""]
-    if arguments["model"] is None and _is_like_a_model(first):
-        return {**arguments, "model_argument": first, "prompts": rest}
-    return arguments
+    """Takes the first of the positional arguments for the model, if it looks like one and --model is not given.
+
+    Raises ValueError if a later one is the file of a model.
+    """
+    if arguments["model"] is not None or not arguments["prompts"]:
+        return arguments
+    first, *rest = arguments["prompts"]
+    for word in rest:
+        if word.endswith(".gguf") and Path(word).is_file():
+            raise ValueError(f"{word} is a model, not a prompt: the model comes first, or after --model")
+    return {**arguments, "model_argument": first, "prompts": rest} if _is_like_a_model(first) else arguments
 
 
 def _is_like_a_model(text: str) -> bool:
@@ -130,6 +139,35 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 
 def of_command(command: argparse.ArgumentParser) -> list[str]:
     return [flag for action in command._actions for flag in action.option_strings]
+
+
+def path_of(name: str) -> Path:
+    """With ~ replaced. Raises ValueError if that is not known, or nothing was given."""
+    if not name:
+        raise ValueError("give the name of a file")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} begins with a user who is not known here: write the whole path") from error
+
+
+@contextlib.contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """What the operating system says about `path` becomes a sentence with its name and the way out."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if path.parent.is_dir():
+            raise OSError(f"there is no file {path}: give the name of one") from error
+        raise OSError(f"there is no directory {path.parent} for {path.name}: make it, or give another file") from error
+    except IsADirectoryError as error:
+        raise OSError(f"{path} is a directory: give a file") from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be used: {error.strerror}; give another file") from error
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def complete_files(action: argparse.Action, how: Any = shtab.FILE) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import codecs
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,14 +18,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from surefoot.commands import batch, flags
-from surefoot.commands.flags import Arguments
+from surefoot.commands.flags import Arguments, counted
 from surefoot.commands.in_process_server import InProcessServer
 from surefoot.config.resolve import server_plan
 from surefoot.config.settings import Settings
+from surefoot.http import json_body
 from surefoot.llm import LLM, GenerationError
 from surefoot.protocol.messages import Event, TokenBatch
 
 EXIT_OK, EXIT_FAILED = 0, 1
+BYTE_ORDER_MARK = "\N{BYTE ORDER MARK}"  # editors on Windows begin a file with it
 
 Json = dict[str, Any]
 
@@ -40,10 +44,12 @@ def run(settings: Settings, arguments: Arguments, console: Console) -> int:
     params = flags.sampling_params(flags.GENERATE_DEFAULTS | flags.given_sampling(arguments))
     prompts = arguments["prompts"] or _read_prompts(console)
     if not all(prompts) or not prompts:
-        raise ValueError("there is no prompt: give it as an argument, or one a line on standard input")
+        model = arguments.get("model_argument")
+        taken = f" ({model} was taken as the model; with --model MODEL it would be a prompt)" if model else ""
+        raise ValueError(f"there is no prompt{taken}: give it as an argument, or one a line on standard input")
     with load(settings, console) as llm:
         try:
-            with console.status(f"generating {len(prompts)} completions"):
+            with console.status(f"generating {counted(len(prompts), 'completion')}"):
                 completions = llm.generate(prompts, params)
         except GenerationError as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -61,20 +67,23 @@ def load(settings: Settings, console: Console) -> LLM:
 def _read_prompts(console: Console) -> list[str]:
     if sys.stdin.isatty():
         console.print("prompts, one a line; Ctrl-D ends:")
-    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    text = sys.stdin.read().removeprefix(BYTE_ORDER_MARK)
+    return [line for line in text.split("\n") if line.strip()]
 
 
 # ---- Batches ---------------------------------------------------------------------------------------------------------
 
 
 def _run_batch(settings: Settings, arguments: Arguments, console: Console) -> int:
-    given = flags.given_sampling(arguments)
+    given, name, resume = flags.given_sampling(arguments), arguments["output"], arguments["resume"]
+    if resume and not name:
+        raise ValueError("--resume needs --output FILE: the answers that there are")
     texts = _read_lines(arguments["input"])
     lines = [batch.parse(text, index, given, flags.GENERATE_DEFAULTS) for index, text in enumerate(texts)]
-    with _open_output(arguments["output"], arguments["resume"]) as output:
-        done = _skip_answered(output, lines, arguments["output"]) if arguments["resume"] else 0
+    with _open_output(name, resume) as output:
+        done = _skip_answered(flags.path_of(name), lines) if resume else 0
         if done == len(lines):
-            console.print(f"all {done} lines are answered already")
+            console.print("all lines are answered already")
             return EXIT_OK
         with load(settings, console) as llm, _Report(console, len(lines), done) as report:
             asyncio.run(_answer(llm, settings, lines[done:], output, report))
@@ -95,46 +104,56 @@ async def _answer(llm: LLM, settings: Settings, lines: Sequence[batch.Line], out
 
 def _read_lines(name: str) -> list[bytes]:
     """Without blank ones."""
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-    lines = [line for line in data.split(b"\n") if line.strip()]
+    data = sys.stdin.buffer.read() if name == "-" else _read(flags.path_of(name))
+    lines = [line for line in data.removeprefix(codecs.BOM_UTF8).split(b"\n") if line.strip()]
     if not lines:
         raise ValueError(f"{name} has no lines: give a JSONL file, one request a line")
     return lines
 
 
-@contextlib.contextmanager
-def _open_output(name: str, resume: bool) -> Iterator[BinaryIO]:
+def _read(path: Path) -> bytes:
+    with flags.file_errors(path):
+        return path.read_bytes()
+
+
+def _open_output(name: str, resume: bool) -> AbstractContextManager[BinaryIO]:
+    """What is written goes to its end. It may be a pipe, as /dev/stdout often is."""
     if not name:
-        if resume:
-            raise ValueError("--resume needs --output FILE: the answers that there are")
-        yield sys.stdout.buffer
-        return
-    path = Path(name).expanduser()
-    if not resume and path.exists() and path.stat().st_size:
+        return nullcontext(sys.stdout.buffer)
+    path = flags.path_of(name)
+    with flags.file_errors(path):
+        file = path.open("ab")
+    if not resume and file.seekable() and file.tell():
+        file.close()
         raise ValueError(f"{path} has answers already: go on with --resume, or give another file")
-    path.touch()
-    with path.open("r+b") as file:
-        yield file
+    return file
 
 
-def _skip_answered(output: BinaryIO, lines: Sequence[batch.Line], name: str) -> int:
-    """How many lines have answers in `output`, which is left where the next one belongs.
+def _skip_answered(path: Path, lines: Sequence[batch.Line]) -> int:
+    """How many lines have answers in the file, whose end is then where the next one belongs.
 
     Raises ValueError if they are answers to something else.
     """
-    *answers, rest = output.read().split(b"\n")
+    if not path.is_file():
+        raise ValueError(f"--resume goes on in a file, and {path} is none: give another --output")
+    *answers, rest = _read(path).split(b"\n")
     if len(answers) > len(lines):
-        raise ValueError(f"{name} has {len(answers)} answers, and the input only {len(lines)} lines: give another file")
+        has, only = counted(len(answers), "answer"), counted(len(lines), "line")
+        raise ValueError(f"{path} has {has}, and the input only {only}: give another file")
     for number, (answer, line) in enumerate(zip(answers, lines, strict=False), 1):
-        try:
-            result = msgspec.json.decode(answer, type=dict[str, Any])
-        except msgspec.DecodeError:
-            result = {}
-        if not line.matches(result):
-            raise ValueError(f"line {number} of {name} does not answer line {number} of the input: give another file")
-    output.seek(-len(rest), 2)  # half a line, if the last run was killed
-    output.truncate()
+        if not line.matches(_parse_answer(answer)):
+            raise ValueError(f"line {number} of {path} does not answer line {number} of the input: give another file")
+    os.truncate(path, path.stat().st_size - len(rest))  # half a line, if the last run was killed
     return len(answers)
+
+
+def _parse_answer(text: bytes) -> Json:
+    """Empty, if it is none."""
+    try:
+        answer = json_body.parse(text)
+    except json_body.InvalidJson:
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 class _Report:
@@ -160,9 +179,10 @@ class _Report:
         self._progress.stop()
         seconds = max(1e-3, time.monotonic() - self._began)
         ended = "stopped early: " if kind is not None else ""
+        lines = counted(self._total, "line")
         self._console.print(
-            f"{ended}{self._done} of {self._total} lines answered{self._before}, {self._errors} with an error; "
-            f"{self._tokens} tokens in {seconds:.1f} s ({self._tokens / seconds:.0f} tok/s)",
+            f"{ended}{self._done} of {lines} answered{self._before}, {self._errors} with an error; "
+            f"{counted(self._tokens, 'token')} in {seconds:.1f} s ({self._tokens / seconds:.0f} tok/s)",
             highlight=False,
             soft_wrap=True,
         )

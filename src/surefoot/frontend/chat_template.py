@@ -36,6 +36,10 @@ MAX_NUMBER_BITS = 4096
 class ChatTemplateError(ValueError):
     """There is no chat template, it is not valid Jinja, or it does not take these messages."""
 
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param  # what of the request is wrong
+
 
 class ChatTemplate:
     """A compiled template, with the special tokens (such as `bos_token`) that it may write."""
@@ -67,7 +71,8 @@ class ChatTemplate:
             "range": _limited_range(),
         }
         if taken := sorted(variables.keys() & (given.keys() | self._template.globals.keys())):
-            raise ChatTemplateError(f"a chat template's variable cannot be called {taken[0]!r}: the name has a meaning")
+            told = f"a chat template's variable cannot be called {taken[0]!r}: the name has a meaning"
+            raise ChatTemplateError(told, "chat_template_kwargs")
         try:
             return "".join(_limited(self._template.generate({**variables, **given})))
         except Exception as error:

@@ -56,7 +56,11 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._window)[self._rendered :]
 
     def _shorten(self, text: str) -> None:
-        """Keeps the shortest tail that begins with rendered text and decodes alone as it does in place."""
+        """Keeps the shortest tail that begins with rendered text and decodes alone as it does in place.
+
+        For " the quick" with " the qu" rendered, "ick" will not do: none of it is rendered. " quick" decodes to "quick"
+        where the space of the first token is stripped; that is the end of the text, and "qu" of it is rendered.
+        """
         decode = self._tokenizer.decode
         for start in range(len(self._window) - 1, 0, -1):
             tail = decode(self._window[start:])
@@ -87,25 +91,21 @@ class StopFinder:
         self._stops = stops
         self._first_characters = {stop[0] for stop in stops}
         self._longest = max(map(len, stops), default=0)
-        self._held = ""
+        self.held = ""  # may become a stop string; text like any other if nothing more comes
         self.found = False
 
     def push(self, text: str) -> str:
         """The text that is certainly before a stop string."""
         if not self._stops:
             return text
-        text = self._held + text
+        text = self.held + text
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
-            self.found, self._held = True, ""
+            self.found, self.held = True, ""
             return text[: min(matches)[1]]
         end = self._possible_start(text)
-        self._held = text[end:]
+        self.held = text[end:]
         return text[:end]
-
-    def flush(self) -> str:
-        """What was held back: no more text comes."""
-        return self._held
 
     def _possible_start(self, text: str) -> int:
         """Where the longest suffix begins that a stop string may begin with; the length of `text` if none does."""

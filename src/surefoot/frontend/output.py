@@ -110,12 +110,12 @@ class Output:
         if finished is not None:
             yield self._find(self._decoder.flush())
             if not self.stopped:
-                yield self._finder.flush()
+                yield self._finder.held
 
     def _find(self, text: str) -> str:
         """The text that may be shown once `text` is decoded."""
         self._decoded += len(text)
-        held = self._finder.flush()
+        held = self._finder.held
         shown = self._finder.push(text)
         if self.stopped and self._shows_ends:
             rest = (held + text)[len(shown) :]

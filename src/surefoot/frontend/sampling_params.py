@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from surefoot.protocol.messages import NO_LOGPROBS, GenerateRequest, Sampling
 
+MAX_QUOTED_CHARACTERS = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # they travel with every admission
 MAX_LOGIT_BIASES = 1024  # so do these
@@ -35,9 +36,15 @@ class ContextTooLong(ParameterError):
     pass
 
 
+def quoted(value: object) -> str:
+    """Its repr, the beginning of it if that is long: clients may send megabytes."""
+    shown = repr(value)
+    return shown if len(shown) <= MAX_QUOTED_CHARACTERS else f"{shown[:MAX_QUOTED_CHARACTERS]}…"
+
+
 def _require(param: str, value: object, condition: bool, allowed: str) -> None:
     if not condition:
-        raise ParameterError(param, f"{param} is {value!r}; allowed is: {allowed}")
+        raise ParameterError(param, f"{param} is {quoted(value)}; allowed is: {allowed}")
 
 
 class Vocabulary:
@@ -114,7 +121,7 @@ class SamplingParams:
         _require("logit_bias", f"{count} entries", count <= MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} entries")
         wrong = [token for token, bias in self.logit_bias.items() if not -100 <= bias <= 100]
         if wrong:
-            told = f"logit_bias of token {wrong[0]} is {self.logit_bias[wrong[0]]!r}"
+            told = f"logit_bias of token {wrong[0]} is {quoted(self.logit_bias[wrong[0]])}"
             raise ParameterError("logit_bias", f"{told}; allowed is: from -100 to 100")
 
     def _check_ends(self) -> None:
@@ -210,4 +217,6 @@ def check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
     # min and max run in C: a prompt of 100,000 ids costs a millisecond.
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ParameterError(param, f"{param} has token id {wrong}; the model has ids from 0 to {vocab_size - 1}")
+        raise ParameterError(
+            param, f"{param} has token id {quoted(wrong)}; the model has ids from 0 to {vocab_size - 1}"
+        )

@@ -70,10 +70,6 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD for what is not a whole character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    @property
-    def has_chat_template(self) -> bool:
-        return isinstance(self._template, ChatTemplate)
-
     def apply_chat_template(
         self,
         messages: Sequence[Message],

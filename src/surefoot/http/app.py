@@ -44,7 +44,9 @@ def create_app(server_plan: ServerPlan, tokenizer: Tokenizer, client: EngineClie
     metrics = Metrics(server_plan.engine)
     client.subscribe(metrics.observe)
     service = Service(server_plan, tokenizer, client, metrics)
-    app = FastAPI(title="surefoot", version=version_of("surefoot"), docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="surefoot", version=version_of("surefoot"), docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     for router in (chat_router, completion_router, tokenization_router, model_router, operations_router):
         app.include_router(router(service))
     app.openapi = document(app, server_plan, OPEN_PATHS)  # type: ignore[method-assign]

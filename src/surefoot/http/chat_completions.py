@@ -71,8 +71,7 @@ def chat_router(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The answer to a conversation: `n` choices, whole or as server-sent events."""
         service.check_model(body.model)
-        if body.n > service.places:
-            raise ParameterError("n", f"n is {body.n}; allowed is: from 1 to {service.places}")
+        service.check_choices(body.n)
         params = body.sampling_params(_max_tokens(body))
         if body.truncate_prompt_tokens is None:
             characters = sum(len(message.text) for message in body.messages)
@@ -90,7 +89,4 @@ def _max_tokens(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise ParameterError("max_tokens", f"max_tokens is {old} and max_completion_tokens is {new}: send one of them")
-    wanted = old if new is None else new
-    if wanted == 0 and body.prompt_logprobs is None:
-        raise ParameterError("max_tokens", "max_tokens is 0; allowed is: at least 1, or 0 with prompt_logprobs")
-    return wanted
+    return old if new is None else new

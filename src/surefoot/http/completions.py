@@ -19,7 +19,8 @@ from surefoot.http.json_body import JsonRoute
 from surefoot.http.logprobs import TokenSpelling
 from surefoot.http.openai_schema import COMPLETION_MAX_TOKENS, CompletionBody
 from surefoot.http.openapi import generation_responses
-from surefoot.http.service import Service, Tokenizer, in_turn
+from surefoot.http.service import Service, Tokenizer
+from surefoot.http.turns import in_turn
 
 Json = dict[str, Any]
 
@@ -98,8 +99,9 @@ def completion_router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Texts that continue prompts: `n` choices for each prompt, whole or as server-sent events."""
         service.check_model(body.model)
-        params = body.sampling_params(_max_tokens(body))
+        params = body.sampling_params(COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
         prompts = _as_list(body.prompt)
+        service.check_choices(body.n)
         if not 1 <= len(prompts) * body.n <= service.places:
             count = f"{len(prompts)} prompts" + (f" times n = {body.n}" if body.n > 1 else "")
             raise ParameterError("prompt", f"{count} in one request; allowed are 1 to {service.places} choices")
@@ -113,12 +115,6 @@ def completion_router(service: Service) -> APIRouter:
         return GenerationResponse(service, request, body, outputs, CompletionShape(body, outputs, echoes, spelling))
 
     return router
-
-
-def _max_tokens(body: CompletionBody) -> int:
-    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise ParameterError("max_tokens", "max_tokens is 0; allowed is: at least 1, or 0 with echo or prompt_logprobs")
-    return COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
 
 
 async def _prompt_ids(service: Service, prompt: str | list[int], body: CompletionBody) -> list[int]:

@@ -30,7 +30,7 @@ log = logging.getLogger("surefoot.http")
 class Edge:
     def __init__(self, app: ASGIApp, plan: ServerPlan, metrics: Metrics) -> None:
         self._app = app
-        self._authorization = f"Bearer {plan.api_key}".encode() if plan.api_key else b""
+        self._api_key = plan.api_key.encode()
         self._max_body_bytes = plan.max_body_bytes
         self._metrics = metrics
 
@@ -68,9 +68,9 @@ class Edge:
             self._metrics.count_request(Outcome.REFUSED if status < 500 or status == 503 else Outcome.FAILED)
 
     def _check(self, path: str, headers: Headers) -> None:
-        if self._authorization and path not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._authorization):
+        if self._api_key and path not in OPEN_PATHS:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._api_key):
                 raise ApiError(401, "wrong or missing key: send `Authorization: Bearer <key>`", code="invalid_api_key")
         length = headers.get("content-length", "0")[:MAX_LENGTH_DIGITS]
         if length.isdecimal() and int(length) > self._max_body_bytes:

@@ -24,21 +24,25 @@ from starlette.responses import Response
 
 from surefoot.frontend.chat_template import ChatTemplateError
 from surefoot.frontend.engine_client import EngineUnavailable, Overloaded, RequestFailed, RequestRefused
-from surefoot.frontend.sampling_params import ContextTooLong, ParameterError
+from surefoot.frontend.sampling_params import MAX_QUOTED_CHARACTERS, ContextTooLong, ParameterError
 from surefoot.http.json_body import InvalidJson
 
+MAX_MESSAGE_CHARACTERS = 2_000
 OVERLOADED_RETRY_SECONDS = 1
 INTERNAL_MESSAGE = "internal error; the server's log has the details under this response's X-Request-Id"
 TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable"}
 
 
 class ApiError(Exception):
-    """`param` and `code` are null in the body if they are empty. What cannot be encoded becomes "?" there."""
+    """`param` and `code` are null in the body if they are empty. What cannot be encoded becomes "?" there.
+
+    A longer message is cut: it tells what a client has sent, and is a line of the log.
+    """
 
     def __init__(self, status: int, message: str, param: str = "", code: str = "", retry_after: int = 0) -> None:
-        super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE_CHARACTERS else f"{message[:MAX_MESSAGE_CHARACTERS]}…"
+        super().__init__(self.message)
         self.param = param
         self.code = code
         self.retry_after = retry_after  # seconds; 0: trying again does not help
@@ -66,7 +70,7 @@ def to_api_error(error: Exception) -> ApiError:
         case ParameterError():
             return ApiError(400, str(error), error.param, "invalid_value")
         case ChatTemplateError():
-            return ApiError(400, str(error), "messages", "invalid_value")
+            return ApiError(400, str(error), error.param, "invalid_value")
         case RequestRefused():
             return ApiError(400, str(error))
         case Overloaded():
@@ -86,14 +90,20 @@ def to_api_error(error: Exception) -> ApiError:
 def _validation_error(errors: Sequence[dict[str, Any]]) -> ApiError:
     """Speaks of the first wrong parameter. A union of types gives one error for each type: all are told."""
     first = errors[0]
+    if first["type"] == "extra_forbidden":
+        param = _place((*first["loc"], first["ctx"]["name"][:MAX_QUOTED_CHARACTERS]))
+        return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if len(first["loc"]) < 2:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     name = str(first["loc"][1])
-    if first["type"] == "extra_forbidden":
-        param = ".".join(map(str, first["loc"][1:]))
-        return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     messages = dict.fromkeys(error["msg"] for error in errors if error["loc"][1] == name)
     code = first["type"] if first["type"] == "unsupported_value" else "invalid_value"
     code = "missing_required_parameter" if first["type"] == "missing" else code
-    place = ".".join(str(part) for part in first["loc"][1:]) if len(messages) == 1 else name
+    deepest = max((error["loc"] for error in errors if error["loc"][1] == name), key=len)
+    place = _place(deepest) if len(messages) == 1 else name
     return ApiError(400, f"{place}: {'; or: '.join(messages)}", name, code)
+
+
+def _place(loc: Sequence[str | int]) -> str:
+    """`messages.0.content` for ("body", "messages", 0, "content", "list[TextPart]"): without the types of a union."""
+    return ".".join(str(part) for part in loc[1:] if not (isinstance(part, str) and "[" in part))

@@ -25,8 +25,9 @@ from surefoot.frontend.output import Output, Score, ScoredToken
 from surefoot.http.errors import to_api_error
 from surefoot.http.metrics import Outcome
 from surefoot.http.openai_schema import NO_STREAM_OPTIONS, GenerationBody, StreamOptions
-from surefoot.http.service import Service, in_turn
+from surefoot.http.service import Service
 from surefoot.http.tally import Tally
+from surefoot.http.turns import in_turn
 
 Json = dict[str, Any]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -153,7 +154,7 @@ class GenerationResponse(Response):
             api_error = to_api_error(error)
             unforeseen = api_error.code == "internal_error"
             log.error("%s failed: %s", self._request_id, error, exc_info=unforeseen, extra=self._log_fields)
-            last = b"data: " + msgspec.json.encode(api_error.body) + b"\n\n"
+            last = b"data: " + one_line(msgspec.json.encode(api_error.body)) + b"\n\n"
         await send({"type": "http.response.body", "body": last})
         self._record(outcome)
 
@@ -168,7 +169,7 @@ class GenerationResponse(Response):
             chunk["usage"] = usage or self._tally.usage()
         elif self._options.include_usage:
             chunk["usage"] = usage
-        data = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        data = b"data: " + one_line(msgspec.json.encode(chunk)) + b"\n\n"
         return {"type": "http.response.body", "body": data, "more_body": True}
 
     @property
@@ -195,6 +196,13 @@ class GenerationResponse(Response):
             ",".join(tally.reasons) or "no finish reason",
             extra=self._log_fields,
         )
+
+
+def one_line(json: bytes) -> bytes:
+    """Escapes what ends no line of an event stream, but a line for Python's `splitlines`, which clients use."""
+    return (
+        json.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    )
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:

@@ -6,13 +6,16 @@ Python's JSON reader takes all of these. Here each is a 400 that says what is wr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NoReturn
 
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from surefoot.frontend.sampling_params import quoted
+from surefoot.http.turns import in_turn
 
 MAX_DEPTH = 64  # of objects and lists inside each other; a request has 5, chat_template_kwargs may have more
 
@@ -36,7 +39,8 @@ class JsonRoute(APIRoute):
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        return parse(await self.body())
+        body = await self.body()
+        return await in_turn(len(body), lambda: parse(body))
 
 
 def parse(raw: bytes) -> Any:
@@ -53,7 +57,7 @@ def parse(raw: bytes) -> Any:
         raise _too_deep() from error
     except ValueError as error:  # an integer of thousands of digits
         raise InvalidJson("a number has too many digits") from error
-    if text.count("[") + text.count("{") > MAX_DEPTH:
+    if isinstance(parsed, dict | list) and text.count("[") + text.count("{") > MAX_DEPTH:
         _check_depth(parsed, MAX_DEPTH)
     return parsed
 
@@ -61,33 +65,30 @@ def parse(raw: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidJson(f"{twice[:100]!r} stands twice in one object")
-    if not all(map(_is_text, made)):
-        raise InvalidJson("a name has half a character (a lone surrogate)")
+        raise InvalidJson(f"{quoted(_first_repeated(name for name, _ in pairs))} stands twice in one object")
+    try:
+        "".join(made).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidJson("a name has half a character (a lone surrogate)") from error
     return made
 
 
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _first_repeated(names: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise InvalidJson(f"{name} is not a JSON number")
 
 
-def _check_depth(value: Any, room: int) -> None:
-    if not isinstance(value, dict | list):
-        return
+def _check_depth(value: dict[str, Any] | list[Any], room: int) -> None:
+    """Of an object or a list."""
     if room == 0:
         raise _too_deep()
     for item in value.values() if isinstance(value, dict) else value:
-        _check_depth(item, room - 1)
+        if item and isinstance(item, dict | list):
+            _check_depth(item, room - 1)
 
 
 def _too_deep() -> InvalidJson:

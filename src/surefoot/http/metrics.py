@@ -179,7 +179,7 @@ class _EngineStatsCollector(Collector):
         for name, text, value in (
             ("num_requests_running", "Requests that have a slot", stats.running),
             ("num_requests_waiting", "Requests that wait for a slot", stats.waiting),
-            ("kv_cache_usage_perc", "Share of pages that running requests hold: of the fullest KV group", usage),
+            ("kv_cache_usage_perc", "Share of pages neither free nor only cached: of the fullest KV group", usage),
             ("prefix_cache_hit_rate", "Share of looked up prompt tokens that were cached, since the start", hit_rate),
         ):
             yield GaugeMetricFamily(name, text, value)

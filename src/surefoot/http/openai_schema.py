@@ -11,11 +11,12 @@ Unknown        refused
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -27,10 +28,17 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from surefoot.frontend.sampling_params import MAX_LOGPROBS, ParameterError, Placement, SamplingParams
+from surefoot.frontend.sampling_params import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    ParameterError,
+    Placement,
+    SamplingParams,
+)
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_ID_DIGITS = 10
+MAX_PROMPTS = 65_536
 
 
 class Only:
@@ -75,7 +83,29 @@ def _encodable(value: str) -> str:
     return value
 
 
+def _few_biases(biases: Any) -> Any:
+    """Before each is looked at: of a million wrong ones, each would be told."""
+    if isinstance(biases, dict):
+        _check_count(len(biases), MAX_LOGIT_BIASES, "entries")
+    return biases
+
+
+def _few_prompts(prompt: Any) -> Any:
+    """Before each is looked at. An engine's queue is a smaller limit yet."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        _check_count(len(prompt), MAX_PROMPTS, "prompts")
+    return prompt
+
+
+def _check_count(count: int, most: int, unit: str) -> None:
+    if count > most:
+        told = {"count": count, "most": most, "unit": unit}
+        raise PydanticCustomError("invalid_value", "{count} {unit}; allowed is: at most {most} {unit}", told)
+
+
+T = TypeVar("T")
 Text = Annotated[str, AfterValidator(_encodable)]
+Items = Annotated[list[T], Field(fail_fast=True)]  # of a million wrong elements, the first is told
 
 
 def _null_too(schema: dict[str, Any]) -> None:
@@ -98,6 +128,9 @@ class Body(BaseModel):
     def _null_means_default(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        for name in data:
+            if name not in cls.model_fields:
+                raise PydanticCustomError("extra_forbidden", "unknown parameter", {"name": name})
         return {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
 
 
@@ -119,17 +152,17 @@ class GenerationBody(Body):
     top_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] = Field(default_factory=dict)
     n: int = Field(default=1, ge=1)
     seed: int | None = None
-    stop: Text | list[Text] = Field(default_factory=list)
+    stop: Text | Items[Text] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: Items[int] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -216,9 +249,19 @@ class TextPart(Body):
     text: Text
 
 
+def _only_text(content: Any) -> Any:
+    """Clients send images and sound, too."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text":
+            told = {"kind": _as_json(kind)[:100]}
+            raise PydanticCustomError("unsupported_value", "a part of type {kind} is not supported; send text", told)
+    return content
+
+
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[Text | Items[TextPart], BeforeValidator(_only_text)]
     name: Text | None = None
 
     # What clients send back of an assistant's earlier answer.
@@ -257,7 +300,7 @@ class TemplateOptions(Body):
 
 
 class ChatBody(GenerationBody, TemplateOptions):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     add_special_tokens: bool = False
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -288,7 +331,7 @@ class ChatBody(GenerationBody, TemplateOptions):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Annotated[Text | Items[Text] | Items[int] | Items[Items[int]], BeforeValidator(_few_prompts)]
     add_special_tokens: bool = True
     echo: bool = False
     logprobs: int | None = None
@@ -302,8 +345,8 @@ class CompletionBody(GenerationBody):
             raise PydanticCustomError(
                 "unsupported_value",
                 "{value} is not supported: choosing among hidden sequences by likelihood is left to you; "
-                "ask for n={value} and logprobs, or send best_of equal to n",
-                {"value": value},
+                "ask for n={n} and logprobs, or send best_of equal to n",
+                {"value": value, "n": max(1, value)},
             )
         return value
 
@@ -323,11 +366,11 @@ class TokenizeBody(TemplateOptions):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None  # None: with a prompt, but not with messages, whose template writes its own
     return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):
     model: Text | None = None
-    tokens: list[int]
+    tokens: Items[int]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from surefoot.config.engine_plan import ServerPlan
 from surefoot.frontend.engine_client import EngineClient
 from surefoot.frontend.output import Output
-from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, SamplingParams, Vocabulary
+from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, SamplingParams, Vocabulary, quoted
 from surefoot.http.errors import ApiError
 from surefoot.http.metrics import Metrics
 from surefoot.http.openai_schema import ChatMessage, GenerationBody, TemplateOptions
+from surefoot.http.turns import OneLongAtATime
 
-INLINE_SIZE = 4_096  # what is longer is worked on in a thread: other clients' tokens go on meanwhile
-
-T = TypeVar("T")
+LEAST_LONGEST_TEXT = 1 << 20
 
 
 class Tokenizer(Protocol):
@@ -48,6 +46,7 @@ class Service:
     tokenizer: Tokenizer
     client: EngineClient
     metrics: Metrics
+    _texts: OneLongAtATime = field(default_factory=OneLongAtATime)
 
     @property
     def places(self) -> int:
@@ -58,7 +57,18 @@ class Service:
     def check_model(self, name: str) -> None:
         served = self.plan.engine.served_model_name
         if name != served:
-            raise ApiError(404, f"model {name!r} is not served here; ask for {served!r}", "model", "model_not_found")
+            raise ApiError(
+                404, f"model {quoted(name)} is not served here; ask for {served!r}", "model", "model_not_found"
+            )
+
+    def check_choices(self, n: int) -> None:
+        if n > self.places:
+            raise ParameterError("n", f"n is {quoted(n)}; allowed is: from 1 to {self.places}")
+
+    @property
+    def longest_text(self) -> int:
+        """Characters that are tokenized at most: a longer prompt cannot fit, and `/tokenize` needs an end too."""
+        return max(LEAST_LONGEST_TEXT, self.plan.engine.bounds.max_model_len * self.tokenizer.longest_token)
 
     def check_fits(self, characters: int, tokens: int, param: str) -> None:
         """Refuses a prompt before it is tokenized if it cannot fit: each token has at most so many characters.
@@ -74,7 +84,7 @@ class Service:
 
     async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises ParameterError."""
-        return await in_turn(len(text), lambda: self._encode(text, "prompt", add_special_tokens))
+        return await self._texts.in_turn(len(text), lambda: self._encode(text, "prompt", add_special_tokens))
 
     async def chat_ids(
         self, messages: Sequence[ChatMessage], options: TemplateOptions, add_special_tokens: bool
@@ -89,7 +99,7 @@ class Service:
                 text = _cut_after(text, plain[-1]["content"])
             return self._encode(text, "messages", add_special_tokens)
 
-        return await in_turn(sum(len(message["content"]) for message in plain), encode)
+        return await self._texts.in_turn(sum(len(message["content"]) for message in plain), encode)
 
     def outputs(self, prompt_ids: Sequence[int], params: SamplingParams, body: GenerationBody) -> list[Output]:
         """The `body.n` sequences of one prompt. Without a seed of the user, each draws its own noise."""
@@ -110,14 +120,6 @@ class Service:
             return self.tokenizer.encode(text, add_special_tokens)
         except ValueError as error:  # half a character, which chat_template_kwargs may have brought
             raise ParameterError(param, f"the prompt cannot be tokenized: {error}") from error
-
-
-async def in_turn(size: int, work: Callable[[], T]) -> T:
-    """The result of `work` on so many characters or tokens: here if they are few, else in a thread."""
-    if size > INLINE_SIZE:
-        return await asyncio.to_thread(work)
-    await asyncio.sleep(0)  # other clients' turn, in a request of many prompts
-    return work()
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from msgspec.json import encode
 from starlette.responses import Response
@@ -9,9 +11,10 @@ from starlette.responses import Response
 from surefoot.frontend.sampling_params import ParameterError, check_ids
 from surefoot.http.answer_schema import Detokenized, Tokenized
 from surefoot.http.json_body import JsonRoute
-from surefoot.http.openai_schema import DetokenizeBody, TokenizeBody
+from surefoot.http.openai_schema import DetokenizeBody, TemplateOptions, TokenizeBody
 from surefoot.http.openapi import json_responses
-from surefoot.http.service import Service, in_turn
+from surefoot.http.service import Service
+from surefoot.http.turns import in_turn
 
 
 def tokenization_router(service: Service) -> APIRouter:
@@ -23,19 +26,15 @@ def tokenization_router(service: Service) -> APIRouter:
         """The token ids of a prompt, or of a conversation after the model's chat template."""
         service.check_model(body.model or service.plan.engine.served_model_name)
         ids = await _ids(service, body)
-        told = {
-            "count": len(ids),
-            "max_model_len": service.plan.engine.bounds.max_model_len,
-            "tokens": ids,
-            "token_strs": [service.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
-        }
-        return Response(encode(told), media_type="application/json")
+        content = await in_turn(len(ids), lambda: encode(_told(service, body, ids)))
+        return Response(content, media_type="application/json")
 
     @router.post("/v1/detokenize", responses=json_responses(Detokenized))
     @router.post("/detokenize", responses=json_responses(Detokenized))
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model or service.plan.engine.served_model_name)
+        _check_length("tokens", "ids", len(body.tokens), service.longest_text)
         check_ids("tokens", body.tokens, service.plan.engine.model.vocab_size)
         prompt = await in_turn(
             len(body.tokens), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
@@ -49,8 +48,27 @@ async def _ids(service: Service, body: TokenizeBody) -> list[int]:
     """Unlike a prompt to generate from, it may be longer than the context."""
     match body.prompt, body.messages, body.add_special_tokens:
         case str(prompt), None, add_special_tokens:
+            if unread := sorted(body.model_fields_set & TemplateOptions.model_fields.keys()):
+                raise ParameterError(unread[0], f"{unread[0]} means something with messages, not with a prompt")
+            _check_length("prompt", "characters", len(prompt), service.longest_text)
             return await service.text_ids(prompt, add_special_tokens is not False)
         case None, list(messages), add_special_tokens:
+            characters = sum(len(message.text) for message in messages)
+            _check_length("messages", "characters", characters, service.longest_text)
             return await service.chat_ids(messages, body, add_special_tokens is True)
         case _:
             raise ParameterError("prompt", "send either prompt or messages")
+
+
+def _told(service: Service, body: TokenizeBody, ids: list[int]) -> dict[str, Any]:
+    return {
+        "count": len(ids),
+        "max_model_len": service.plan.engine.bounds.max_model_len,
+        "tokens": ids,
+        "token_strs": [service.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
+    }
+
+
+def _check_length(param: str, unit: str, count: int, most: int) -> None:
+    if count > most:
+        raise ParameterError(param, f"{param} has {count} {unit}; allowed are at most {most}: send them in parts")

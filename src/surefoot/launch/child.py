@@ -87,8 +87,16 @@ def how_it_ended(returncode: int, oom_killed: bool) -> str:
     if returncode == -signal.SIGKILL and oom_killed:
         return "was killed by the kernel, because memory ran out"
     if returncode < 0:
-        return f"was killed by {signal.Signals(-returncode).name}"
+        return f"was killed by {_signal_name(-returncode)}"
     return f"ended with exit code {returncode}"
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no names, but for the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def oom_kills(counters: Iterable[str] = OOM_COUNTERS) -> int:

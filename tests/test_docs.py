@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -28,10 +29,11 @@ from surefoot.config import gguf_readers, hf_readers, model_spec
 from surefoot.config import settings as settings_module
 from surefoot.config.catalog import FAMILIES
 from surefoot.config.engine_plan import ServerPlan
+from surefoot.engine.flight_recorder import RING_BYTES
 from surefoot.frontend import chat_template, sampling_params
 from surefoot.frontend.engine_client import EngineClient
 from surefoot.frontend.gguf_words import PRE_TOKENIZERS
-from surefoot.http import edge, json_body
+from surefoot.http import edge, errors, json_body, service
 from surefoot.http.app import create_app
 from surefoot.http.metrics import OTHER_NAMES, Metrics
 from surefoot.http.openai_schema import (
@@ -43,6 +45,7 @@ from surefoot.http.openai_schema import (
     StreamOptions,
     TokenizeBody,
 )
+from surefoot.launch import records
 from tests.e2e.server import Server
 from tests.http.conftest import server_plan
 from tests.http.fake_engine import FakeEngine
@@ -184,7 +187,7 @@ def is_defined(name: str) -> bool:
 @pytest.mark.parametrize("page", PAGES_WITH_LIVE_NAMES, ids=page_id)
 def test_names_are_defined(page: Path) -> None:
     """A name is inline code that is dotted from `surefoot`, CamelCase, a constant, or written as a call."""
-    environment = {"SUREFOOT_" + info.name.upper() for info in settings_module.infos()}
+    environment = {"SUREFOOT_" + info.name.upper() for info in settings_module.infos()} | {"SUREFOOT_CONFIG"}
     for span in spans(page.read_text()):
         if re.fullmatch(r"surefoot(\.\w+)+", span):
             assert resolves(span), span
@@ -216,10 +219,11 @@ def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
             cli.parser().parse_args([command, "--help"])
     known = capsys.readouterr().out + "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     flag = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+    of_pip = {"--extra-index-url"}
     dead = [
         (page_id(page), name)
         for page in PAGES
-        for name in set(flag.findall(page.read_text())) - set(flag.findall(known))
+        for name in set(flag.findall(page.read_text())) - set(flag.findall(known)) - of_pip
     ]
     assert not dead
 
@@ -242,8 +246,9 @@ def settings_page() -> str:
         "# Settings\n\n"
         "Generated from `config/settings.py` by `PYTHONPATH=src python -m tests.test_docs`; do not edit.\n\n"
         "A setting `--max-model-len` is `SUREFOOT_MAX_MODEL_LEN` in the environment, and `max_model_len` in a TOML\n"
-        "file (`--config FILE`) and in `LLM(...)`. The first of flag, environment, file and default counts. `auto` is\n"
-        "decided at start, and the plan says why. On the command line, a switch (true or false) takes no value.\n\n"
+        "file (`--config FILE`, else `SUREFOOT_CONFIG`) and in `LLM(...)`. The first of flag, environment, file and\n"
+        "default counts. `auto` is decided at start, and the plan says why. On the command line, a switch (true or\n"
+        "false) takes no value.\n\n"
         "| flag | default | values | what |\n|---|---|---|---|\n" + "".join(lines)
     )
 
@@ -266,6 +271,35 @@ def test_exit_codes() -> None:
     assert documented == constants | {cli.EXIT_BAD_INPUT, unforeseen}
     of_others = {int(cells[0]) for cells in rows(CLI, "Exit codes of all but serve")}
     assert of_others == {0, generate.EXIT_FAILED, cli.EXIT_BAD_INPUT, cli.EXIT_INTERRUPTED, cli.EXIT_BROKEN_PIPE}
+
+
+def test_the_disk_that_records_take() -> None:
+    most = (records.KEPT_RECORDS + 1) * records.KEPT_RINGS * RING_BYTES
+    for page in (README, OPERATIONS):
+        assert f"{most / 2**30:.1f} GiB" in page.read_text()
+    assert f"{(records.KEPT_RECORDS + 1) * RING_BYTES >> 20} MiB" in OPERATIONS.read_text()
+
+
+# ---- Set-up ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "python, said",
+    [
+        ('[ "$1" != -c ]', "surefoot needs Python 3.11 or newer"),
+        ('[ "$1" != -m ] || { mkdir -p .venv/bin; touch .venv/bin/python; exit 1; }', "apt install python3-venv"),
+    ],
+    ids=["too-old", "without-venv"],
+)
+def test_a_python_that_will_not_do_is_said_and_leaves_nothing(tmp_path: Path, python: str, said: str) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{python}\n")
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "pyproject.toml").touch()
+    command = ["make", "-f", str(ROOT / "Makefile"), "setup", "PYTHON=./python"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode != 0
+    assert said in made.stderr
+    assert not (tmp_path / ".venv").exists()
 
 
 # ---- HTTP ------------------------------------------------------------------------------------------------------------
@@ -334,7 +368,7 @@ def test_endpoints_without_a_key() -> None:
 
 
 def test_limits() -> None:
-    documented = {cells[0]: int(cells[1]) for cells in rows(HTTP, "Limits")}
+    documented = {cells[0]: int(re.split("[,;]", cells[1])[0]) for cells in rows(HTTP, "Limits")}
     assert documented == {
         "strings in `stop`": sampling_params.MAX_STOP_STRINGS,
         "ids in `stop_token_ids`": sampling_params.MAX_STOP_TOKEN_IDS,
@@ -343,6 +377,8 @@ def test_limits() -> None:
         "characters of `cache_salt`": sampling_params.MAX_NAMESPACE_CHARACTERS,
         "size of `priority`, either sign": sampling_params.MAX_PRIORITY,
         "objects and lists inside each other": json_body.MAX_DEPTH,
+        "characters to tokenize, ids to detokenize": service.LEAST_LONGEST_TEXT,
+        "characters of an error's message": errors.MAX_MESSAGE_CHARACTERS,
     }
 
 

@@ -133,9 +133,12 @@ def test_every_value_has_a_reason() -> None:
     reasons = {reason.field: reason for reason in made.reasons}
     assert reasons["page_size"].value == "32"
     assert reasons["page_size"].why == "asked for"
-    for field in ("device", "weight_dtype", "linear_kernel", "num_pages", "max_running_requests", "lookahead"):
-        assert reasons[field].why
-        assert reasons[field].why != "asked for"
+    assert len(reasons) == len(made.reasons)
+    assert set(reasons) == {info.name for info in settings.infos()} - settings.OF_SERVER | {"served_model_name"}
+    assert {name for name, reason in reasons.items() if reason.why == "asked for"} == {"page_size"}
+    undecided = {"model", "revision", "load_format", "model_cache", "disable_prefix_cache", "seed"}
+    assert {name for name, reason in reasons.items() if reason.why == "default"} == undecided
+    assert {reason.value for reason in plan(disable_prefix_cache=True, seed=3).reasons} >= {"true", "3"}
 
 
 def test_conflicts_come_together_each_with_a_way_out() -> None:
@@ -147,10 +150,49 @@ def test_conflicts_come_together_each_with_a_way_out() -> None:
     assert "--kv-cache-tokens 1000000000 is more than the" in message
     with pytest.raises(PlanError, match="'qwen9' is not implemented; there is llama"):
         plan(model=msgspec.structs.replace(SMOLLM2, family="qwen9"))
-    with pytest.raises(PlanError, match=r"needs 512: raise --mem-fraction"):
+    with pytest.raises(PlanError, match=r"needs 512: lower these, or raise --kv-cache-tokens"):
         plan(max_model_len=8192, kv_cache_tokens=4096, max_running_requests=1)
     with pytest.raises(PlanError, match="not one page of 16 tokens: raise --mem-fraction"):
         plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=GIB // 4))
+
+
+@pytest.mark.parametrize(
+    "memory, asked, said",
+    [
+        (
+            16 * GIB,
+            {"max_running_requests": 5000},
+            "6.40 GiB of memory, less 0.30 GiB of weights, 0.02 GiB of activations and 7.34 GiB for sampling rows of "
+            "5000 requests, hold not one page of 16 tokens: lower --max-running-requests, or raise --mem-fraction",
+        ),
+        (
+            16 * GIB,
+            {"max_running_requests": 4000, "kv_cache_tokens": 4000 * 16},
+            "--kv-cache-tokens 64000 is more than the 4720 that fit 6.40 GiB of memory, less 0.30 GiB of weights, "
+            "0.02 GiB of activations and 5.87 GiB for sampling rows of 4000 requests: lower it, or raise "
+            "--mem-fraction",
+        ),
+        (
+            2 * GIB,
+            {"chunked_prefill_size": 8192},
+            "0.80 GiB of memory, less 0.30 GiB of weights, 0.62 GiB of activations and 0.00 GiB for sampling rows of "
+            "1 request, hold not one page of 16 tokens: lower --chunked-prefill-size or --max-model-len, or raise "
+            "--mem-fraction",
+        ),
+        (
+            16 * GIB,
+            {"max_running_requests": 1, "kv_cache_tokens": 8},
+            "the KV cache has 0 pages of 16 tokens (6.40 GiB of memory, less 0.30 GiB of weights, 0.02 GiB of "
+            "activations and 0.00 GiB for sampling rows of 1 request), and --max-model-len 2 with "
+            "--max-running-requests 1 needs 1: lower these, or raise --kv-cache-tokens",
+        ),
+    ],
+    ids=["rows", "rows-and-pages", "activations", "less-than-a-page"],
+)
+def test_what_takes_the_memory_is_named(memory: int, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(hardware=msgspec.structs.replace(DESKTOP, memory_available=memory), **asked)
+    assert caught.value.conflicts == (said,)
 
 
 def test_more_penalised_than_running_requests_are_refused() -> None:

@@ -71,7 +71,11 @@ def add_settings(command: argparse.ArgumentParser, infos: Sequence[SettingInfo],
             if info.group == name:
                 _add_setting(group, info)
     group = command.add_argument_group("settings from elsewhere", FROM_ELSEWHERE)
-    complete_files(group.add_argument("--config", metavar="FILE", default="", help="TOML file of settings by name"))
+    complete_files(
+        group.add_argument(
+            "--config", metavar="FILE", default="", help="TOML file of settings by name; also SUREFOOT_CONFIG"
+        )
+    )
 
 
 def add_sampling(command: argparse.ArgumentParser, defaults: Mapping[str, float]) -> None:

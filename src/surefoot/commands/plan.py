@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from surefoot.checkpoint.errors import CheckpointError
-from surefoot.config import settings as settings_module
-from surefoot.config.engine_plan import EnginePlan
+from surefoot.config.engine_plan import EnginePlan, Reason
 from surefoot.config.ledger import ledger
 from surefoot.config.paths import ExecutionPath, reachable_paths
 from surefoot.config.planning import plan_engine
-from surefoot.config.resolve import PlanError
-from surefoot.config.settings import Settings
+from surefoot.config.resolve import PlanError, given
+from surefoot.config.settings import OF_SERVER, Settings
 
 EXIT_OK, EXIT_CONFLICTS = 0, 2
 
@@ -39,7 +39,7 @@ def run(settings: Settings, as_json: bool, console: Console) -> int:
             {
                 "conflicts": [],
                 "plan": plan,
-                "server": dict(_server_settings(settings)),
+                "server": {reason.field: reason.value for reason in _server_reasons(settings)},
                 "ledger": ledger(plan),
                 "bounds": dict(_bounds(plan)),
                 "paths": [path.key for path in reachable_paths(plan)],
@@ -62,12 +62,12 @@ def _print_plan(plan: EnginePlan, settings: Settings) -> None:
         f"{model.vocab_size} tokens\n{escape(plan.checkpoint.path)}\n"
         f"on {escape(machine.cpu_name)}: {machine.num_cpus} CPUs, {_gib(machine.memory_available)} available"
     )
-    reasons = ((reason.field, reason.value, reason.why) for reason in plan.reasons)
-    _print_table(out, "Settings", ("setting", "value", "why"), reasons)
-    _print_table(out, "Server", ("setting", "value"), _server_settings(settings))
+    for title, reasons in (("Settings", plan.reasons), ("Server", _server_reasons(settings))):
+        rows = ((reason.field, reason.value or "(empty)", reason.why) for reason in reasons)
+        _print_table(out, title, ("setting", "value", "why"), rows)
     lines = ledger(plan)
-    rows = [(line.owner, f"{line.bytes:,}", _gib(line.bytes), line.formula) for line in lines]
-    _print_table(out, "Memory", ("owner", "bytes", "", "how"), rows, numbers=(1, 2))
+    owners = [(line.owner, f"{line.bytes:,}", _gib(line.bytes), line.formula) for line in lines]
+    _print_table(out, "Memory", ("owner", "bytes", "", "how"), owners, numbers=(1, 2))
     bounds = ((name, f"{value:,}") for name, value in _bounds(plan))
     _print_table(out, "Bounds", ("bound", "value"), bounds, numbers=(1,))
     paths = reachable_paths(plan)
@@ -78,21 +78,25 @@ def _print_plan(plan: EnginePlan, settings: Settings) -> None:
 def _print_table(
     out: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()
 ) -> None:
-    """`numbers`: columns that are aligned right. The last column wraps."""
+    """`numbers`: columns that are aligned right. These and the first one do not wrap."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at in numbers else "left", no_wrap=at < len(columns) - 1)
+        is_number = at in numbers
+        table.add_column(
+            column,
+            justify="right" if is_number else "left",
+            no_wrap=is_number or (at == 0 and len(columns) > 1),
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*map(escape, row))
     out.print(table)
 
 
-def _server_settings(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Those that the engine's plan does not have."""
-    values = msgspec.structs.asdict(settings) | {"api_key": "(set)" if settings.api_key else ""}
-    for info in settings_module.infos():
-        if info.of_server and info.name != "served_model_name":
-            yield info.name, str(values[info.name])
+def _server_reasons(settings: Settings) -> Iterator[Reason]:
+    """For the settings that the engine's plan does not have. The key is not told."""
+    shown = replace(settings, api_key="(set)") if settings.api_key else settings
+    return given(shown, OF_SERVER - {"served_model_name"})
 
 
 def _bounds(plan: EnginePlan) -> Iterator[tuple[str, int]]:

@@ -21,7 +21,7 @@ class CheckpointRef(Struct, frozen=True):
 
 
 class Reason(Struct, frozen=True, array_like=True):
-    """Why a field of the plan has its value."""
+    """Why a setting has its value."""
 
     field: str
     value: str

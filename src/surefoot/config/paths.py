@@ -66,25 +66,27 @@ def _is_reachable(
     kind: StepKind, prefix: PrefixRegime, sampler: SamplerKind, logprobs: LogprobsKind, plan: EnginePlan
 ) -> bool:
     bounds = plan.bounds
+    samples = sampler is not SamplerKind.NONE
     if kind is StepKind.DECODE:  # each row samples, none is of a prompt
-        return prefix is PrefixRegime.NONE and sampler is not SamplerKind.NONE and logprobs is not LogprobsKind.PROMPT
-    most_prefill_rows = bounds.max_running_requests - (kind is StepKind.MIXED)
+        return prefix is PrefixRegime.NONE and samples and logprobs is not LogprobsKind.PROMPT
+    if samples:
+        most_prefill_rows = bounds.max_running_requests - (kind is StepKind.MIXED)
+        least_to_compute = 1
+    else:  # one row, of a prompt that the step's budget does not finish
+        most_prefill_rows = int(kind is StepKind.PREFILL and logprobs is not LogprobsKind.OUTPUT)
+        least_to_compute = bounds.chunked_prefill_size + 1
     if most_prefill_rows == 0:
         return False
-    if sampler is SamplerKind.NONE:  # one row, of a prompt that the step's budget does not finish
-        if kind is StepKind.MIXED or logprobs is LogprobsKind.OUTPUT:
-            return False
-        most_prefill_rows = 1
     # A row whose prompt's logprobs are wanted matches no cached prefix, but another row may.
     may_match = plan.prefix_cache and (logprobs is not LogprobsKind.PROMPT or most_prefill_rows > 1)
-    start = 0 if prefix is PrefixRegime.NONE else _smallest_start(bounds, may_match)
-    longest = bounds.max_model_len - 1  # the last token is never computed
-    return longest - start > (bounds.chunked_prefill_size if sampler is SamplerKind.NONE else 0)
+    cached = 0 if prefix is PrefixRegime.NONE else _fewest_cached(bounds, may_match)
+    longest_prompt = bounds.max_model_len - 1  # the last token is never computed
+    return cached + least_to_compute <= longest_prompt
 
 
-def _smallest_start(bounds: Bounds, may_match: bool) -> int:
-    """How many tokens, at least one, may be in the cache already when a chunk begins."""
-    # What an earlier step's budget left to it, after the chunks of all others.
+def _fewest_cached(bounds: Bounds, may_match: bool) -> int:
+    """Tokens that are in the cache already when a chunk begins that is not the first: those of a page that matched, or
+    of a first chunk that got what the longest prompts of all other requests had left of its step."""
     others = (bounds.max_running_requests - 1) * (bounds.max_model_len - 1)
-    left_over = max(1, bounds.chunked_prefill_size - others)
-    return min(left_over, bounds.page_size) if may_match else left_over
+    first_chunk = max(1, bounds.chunked_prefill_size - others)
+    return min(first_chunk, bounds.page_size) if may_match else first_chunk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,7 +16,7 @@ from surefoot.config.catalog import ATTENTION_BACKENDS, DTYPE_BYTES, FAMILIES, k
 from surefoot.config.engine_plan import CheckpointRef, EnginePlan, KVLayout, LinearKernel, Reason, ServerPlan
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import ModelSpec, context_conflict, for_context
-from surefoot.config.settings import Settings
+from surefoot.config.settings import OF_SERVER, Settings, in_words
 
 CPU_MEM_FRACTION = 0.4  # the machine is shared with frontend, page cache and other programs
 CPU_CHUNK = 256  # past it a prefill gains a few percent, and running requests wait longer for their next token
@@ -28,6 +28,7 @@ COUNT_ROWS = 64  # running requests with penalties
 COUNT_BYTES = 5  # per token of the vocabulary: its count in the output, and whether it is in the prompt
 CACHED_WINDOWS = 2  # pages of a windowed KV group per page that running requests hold of it
 LOGITS_ROWS = 64  # at least: prompt logprobs are taken in slices of so many rows
+ASKED_FOR = "asked for"
 
 T = TypeVar("T")
 
@@ -41,59 +42,66 @@ class PlanError(ValueError):
         super().__init__(f"this configuration cannot work:\n{listed}")
 
 
-class Memory(Struct, frozen=True):
-    """Bytes, before anything is allocated."""
+class _Choices:
+    """Takes what was asked for, else what is automatic, and writes down why."""
 
-    budget: int
-    weights: int
-    activations: int  # of the largest prefill chunk
-    per_row: int  # of a running request, besides its KV
+    def __init__(self) -> None:
+        self.reasons: list[Reason] = []
+
+    def choose(self, setting: str, asked: T | Literal["auto"], automatic: T, why: str) -> T:
+        chosen = _pick(asked, automatic)
+        self.reasons.append(Reason(setting, in_words(chosen), why if asked == "auto" else ASKED_FOR))
+        return chosen
+
+
+def _pick(asked: T | Literal["auto"], automatic: T) -> T:
+    return automatic if asked == "auto" else asked
+
+
+def given(settings: Settings, names: Container[str]) -> Iterator[Reason]:
+    """Of settings that are not decided here: they have the value that was asked for, or their default."""
+    for field in msgspec.structs.fields(Settings):
+        if field.name in names:
+            value = msgspec.structs.asdict(settings)[field.name]
+            yield Reason(field.name, in_words(value), "default" if value == field.default else ASKED_FOR)
 
 
 def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, hardware: HardwareSpec) -> EnginePlan:
     """Raises PlanError."""
-    reasons: list[Reason] = []
-    conflicts: list[str] = []
-
-    def choose(field: str, asked: T | Literal["auto"], automatic: T, why: str) -> T:
-        reasons.append(Reason(field, str(_pick(asked, automatic)), why if asked == "auto" else "asked for"))
-        return _pick(asked, automatic)
-
-    if model.family not in FAMILIES:
-        conflicts.append(f"the model family {model.family!r} is not implemented; there is {', '.join(FAMILIES)}")
+    choices = _Choices()
+    choose = choices.choose
+    served_model_name = choose(
+        "served_model_name", settings.served_model_name, _model_name(settings, checkpoint), "what the model is called"
+    )
     device = choose("device", settings.device, "cpu", "the only one implemented")
     dtype = choose("dtype", settings.dtype, "float32", "CPUs compute in it, and rounding activations changes answers")
     weight_dtype = choose("weight_dtype", settings.weight_dtype, *_weight_dtype(hardware))
-    linear_kernel = _linear_kernel(weight_dtype, hardware, reasons, conflicts)
+    linear_kernel: LinearKernel = "fp16_packed" if weight_dtype == "float16" else "dense"
     backend = choose("attention_backend", settings.attention_backend, "torch", "the portable one")
-    layout = kv_pages_layout(model, dtype)
-    if layout.name not in ATTENTION_BACKENDS[backend].kv_layouts or dtype not in ATTENTION_BACKENDS[backend].dtypes:
-        conflicts.append(f"attention backend {backend} does not read {layout.name} in {dtype}")
+    threads = choose("threads", settings.threads, hardware.num_cpus, "CPUs that this process may use")
+    lookahead = choose("lookahead", settings.lookahead, 1, "planning and sending overlap with the step")
     fraction = choose("mem_fraction", settings.mem_fraction, CPU_MEM_FRACTION, "leaves room for other programs")
+    page_size = choose("page_size", settings.page_size, PAGE_SIZE, "a prefix hit recomputes less than one page")
     chunk = choose(
         "chunked_prefill_size", settings.chunked_prefill_size, CPU_CHUNK, "bounds how long running requests wait for it"
     )
-    budget = int(hardware.memory_available * fraction)
-    memory = Memory(
-        budget=budget,
+    layout = kv_pages_layout(model, dtype)
+    longest = _pick(settings.max_model_len, model.max_context)
+    pages = _Pages(model, layout, page_size, chunk, longest)
+    memory = _Memory(
+        budget=int(hardware.memory_available * fraction),
         weights=weight_bytes(model, weight_dtype, linear_kernel),
-        activations=chunk * activation_bytes(model, _pick(settings.max_model_len, model.max_context)),
-        per_row=model.vocab_size * SAMPLING_BYTES,
+        activations=chunk * activation_bytes(model, longest),
+        sampling_row=model.vocab_size * SAMPLING_BYTES,
+        count_row=model.vocab_size * COUNT_BYTES,
     )
-    bounds = _bounds(settings, model, layout, memory, chunk, conflicts)
-    reasons += _bounds_reasons(settings, bounds, memory, layout)
-    threads = choose("num_threads", settings.threads, hardware.num_cpus, "CPUs that this process may use")
-    if threads > hardware.num_cpus:
-        conflicts.append(f"--threads {threads} is more than the {hardware.num_cpus} CPUs of this process: lower it")
-    if settings.disable_prefix_cache:
-        reasons.append(Reason("prefix_cache", "off", "asked for"))
-    lookahead = choose("lookahead", settings.lookahead, 1, "planning and sending overlap with the step")
-    if conflicts:
-        raise PlanError(conflicts)
-    return EnginePlan(
+    bounds = _bounds(settings, model, memory, pages, choices)
+    decided = {reason.field for reason in choices.reasons}
+    undecided = {field.name for field in msgspec.structs.fields(Settings)} - decided - OF_SERVER
+    plan = EnginePlan(
         checkpoint=checkpoint,
         load_format=settings.load_format,
-        served_model_name=_served_name(settings, checkpoint),
+        served_model_name=served_model_name,
         model=for_context(model, bounds.max_model_len),
         hardware=hardware,
         device=device,
@@ -107,12 +115,11 @@ def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, har
         prefix_cache=not settings.disable_prefix_cache,
         lookahead=lookahead,
         seed=settings.seed,
-        reasons=tuple(reasons),
+        reasons=(*choices.reasons, *given(settings, undecided)),
     )
-
-
-def _pick(asked: T | Literal["auto"], automatic: T) -> T:
-    return automatic if asked == "auto" else asked
+    if conflicts := [*_conflicts(plan), *_memory_conflicts(settings, bounds, memory, pages)]:
+        raise PlanError(conflicts)
+    return plan
 
 
 def server_plan(settings: Settings, engine: EnginePlan) -> ServerPlan:
@@ -137,20 +144,6 @@ def _weight_dtype(hardware: HardwareSpec) -> tuple[Literal["float16", "float32"]
     if _has_fp16_kernel(hardware):
         return "float16", "this CPU has AVX2 and F16C: half the bytes, activations and sums stay float32"
     return "float32", "float16 weights need AVX2 and F16C, which this CPU lacks"
-
-
-def _linear_kernel(
-    weight_dtype: str, hardware: HardwareSpec, reasons: list[Reason], conflicts: list[str]
-) -> LinearKernel:
-    if weight_dtype == "float32":
-        reasons.append(Reason("linear_kernel", "dense", "torch's own product for float32 weights"))
-        return "dense"
-    if not _has_fp16_kernel(hardware):
-        conflicts.append(
-            f"--weight-dtype float16 needs an x86 CPU with AVX2 and F16C, this is {hardware.cpu_name}: use float32"
-        )
-    reasons.append(Reason("linear_kernel", "fp16_packed", "the product for float16 weights on x86"))
-    return "fp16_packed"
 
 
 def weight_bytes(model: ModelSpec, weight_dtype: str, linear_kernel: LinearKernel) -> int:
@@ -178,15 +171,15 @@ class _Pages:
     def __init__(self, model: ModelSpec, layout: KVLayout, page_size: int, chunk: int, longest: int) -> None:
         self._windows = tuple(kind.window for kind in model.layer_kinds)
         self._bytes_per_page = [count * page_size for count in layout.bytes_per_token]
-        self._page_size = page_size
-        self._chunk = chunk
+        self.page_size = page_size
+        self.chunk = chunk
         self._longest = longest
         widest = max(self._windows)
         self._is_whole = [window == 0 or (0 not in self._windows and window == widest) for window in self._windows]
 
     def held(self, num_tokens: int) -> tuple[int, ...]:
         """Pages that one request of so many tokens holds at once in each group, at most."""
-        return tuple(held_pages(num_tokens, window, self._page_size, self._chunk) for window in self._windows)
+        return tuple(held_pages(num_tokens, window, self.page_size, self.chunk) for window in self._windows)
 
     def groups(self, largest: int, running: int) -> tuple[KVGroup, ...]:
         held = self.held(self._longest)
@@ -207,97 +200,138 @@ class _Pages:
         return max(0, bisect_right(range(memory // min(self._bytes_per_page) + 2), memory, key=needed) - 1)
 
 
-def _bounds(
-    settings: Settings, model: ModelSpec, layout: KVLayout, memory: Memory, chunk: int, conflicts: list[str]
-) -> Bounds:
-    page_size = _pick(settings.page_size, PAGE_SIZE)
-    pages = _Pages(model, layout, page_size, chunk, _pick(settings.max_model_len, model.max_context))
-    left = memory.budget - memory.weights - memory.activations
-    fitting = left // (pages.bytes_of(pages.held(EXPECTED_TOKENS)) + memory.per_row)
-    if settings.kv_cache_tokens != "auto":
-        fitting = min(fitting, settings.kv_cache_tokens // EXPECTED_TOKENS)
-    running = _pick(settings.max_running_requests, max(1, fitting))
-    count_rows = _pick(settings.max_penalised_requests, min(running, COUNT_ROWS))
-    left -= running * memory.per_row + count_rows * model.vocab_size * COUNT_BYTES
-    fitting_pages = pages.fitting(left, running)
-    num_pages = _pick(settings.kv_cache_tokens, fitting_pages * page_size) // page_size
-    max_len = _pick(settings.max_model_len, max(2, min(model.max_context, num_pages * page_size)))
-    bounds = Bounds(
-        page_size=page_size,
+class _Memory(Struct, frozen=True):
+    """Bytes, before anything is allocated. What requests do not need besides their KV is for pages."""
+
+    budget: int
+    weights: int
+    activations: int  # of the largest prefill chunk
+    sampling_row: int  # of a running request
+    count_row: int  # of a running request with penalties
+
+    @property
+    def for_requests(self) -> int:
+        return self.budget - self.weights - self.activations
+
+    def rows(self, running: int, penalised: int) -> int:
+        return running * self.sampling_row + penalised * self.count_row
+
+    def for_pages(self, running: int, penalised: int) -> int:
+        return self.for_requests - self.rows(running, penalised)
+
+
+def _bounds(settings: Settings, model: ModelSpec, memory: _Memory, pages: _Pages, choices: _Choices) -> Bounds:
+    choose = choices.choose
+    running = choose(
+        "max_running_requests",
+        settings.max_running_requests,
+        _expected_requests(settings, memory, pages),
+        f"what the KV cache holds at {EXPECTED_TOKENS} tokens each",
+    )
+    penalised = choose(
+        "max_penalised_requests",
+        settings.max_penalised_requests,
+        min(running, COUNT_ROWS),
+        f"at most {COUNT_ROWS}: each has a row of counts",
+    )
+    left = memory.for_pages(running, penalised)
+    kv_tokens = choose(
+        "kv_cache_tokens",
+        settings.kv_cache_tokens,
+        pages.fitting(left, running) * pages.page_size,
+        f"fills the {_gib(left)} that weights, activations and sampling leave of {_gib(memory.budget)}",
+    )
+    num_pages = kv_tokens // pages.page_size
+    return Bounds(
+        page_size=pages.page_size,
         kv_groups=pages.groups(num_pages, running),
-        max_model_len=max_len,
+        max_model_len=choose(
+            "max_model_len",
+            settings.max_model_len,
+            max(2, min(model.max_context, num_pages * pages.page_size)),
+            "the model's context, if the KV cache holds it",
+        ),
         max_running_requests=running,
-        max_queued_requests=_pick(settings.max_queued_requests, QUEUE_FACTOR * running),
-        chunked_prefill_size=chunk,
-        count_rows=count_rows,
+        max_queued_requests=choose(
+            "max_queued_requests",
+            settings.max_queued_requests,
+            QUEUE_FACTOR * running,
+            f"{QUEUE_FACTOR} per running one",
+        ),
+        chunked_prefill_size=pages.chunk,
+        count_rows=penalised,
         logits_rows=max(running, LOGITS_ROWS),
     )
-    if conflict := context_conflict(model, max_len):
-        conflicts.append(conflict)
-    if count_rows > running:
-        conflicts.append(
-            f"--max-penalised-requests {count_rows} is more than the {running} requests that may run: lower it"
-        )
-    if num_pages > fitting_pages:
-        conflicts.append(
-            f"--kv-cache-tokens {settings.kv_cache_tokens} is more than the {fitting_pages * page_size} that fit "
-            f"{_gib(memory.budget)} of memory: lower it, or raise --mem-fraction"
-        )
-    conflicts += _page_conflicts(bounds, memory)
-    return bounds
 
 
-def _page_conflicts(bounds: Bounds, memory: Memory) -> Iterator[str]:
-    """Nobody runs for ever without a page: one request of the longest kind fits, and so do all running ones."""
-    if bounds.kv_tokens == 0:
+def _expected_requests(settings: Settings, memory: _Memory, pages: _Pages) -> int:
+    """How many requests of EXPECTED_TOKENS fit, at least one."""
+    fitting = memory.for_requests // (pages.bytes_of(pages.held(EXPECTED_TOKENS)) + memory.sampling_row)
+    if settings.kv_cache_tokens != "auto":
+        fitting = min(fitting, settings.kv_cache_tokens // EXPECTED_TOKENS)
+    return max(1, fitting)
+
+
+def _conflicts(plan: EnginePlan) -> Iterator[str]:
+    """All but those about memory."""
+    bounds, hardware = plan.bounds, plan.hardware
+    if plan.model.family not in FAMILIES:
+        yield f"the model family {plan.model.family!r} is not implemented; there is {', '.join(FAMILIES)}"
+    if plan.weight_dtype == "float16" and not _has_fp16_kernel(hardware):
+        yield f"--weight-dtype float16 needs an x86 CPU with AVX2 and F16C, this is {hardware.cpu_name}: use float32"
+    backend, layout = ATTENTION_BACKENDS[plan.attention_backend], plan.kv_layout
+    if (
+        plan.device not in backend.devices
+        or layout.name not in backend.kv_layouts
+        or layout.dtype not in backend.dtypes
+    ):
+        yield f"attention backend {backend.name} does not read {layout.name} in {layout.dtype} on {plan.device}"
+    if conflict := context_conflict(plan.model, bounds.max_model_len):
+        yield conflict
+    if bounds.count_rows > bounds.max_running_requests:
         yield (
-            f"{_gib(memory.budget)} of memory hold the weights ({_gib(memory.weights)}) and not one page of "
-            f"{bounds.page_size} tokens: raise --mem-fraction"
+            f"--max-penalised-requests {bounds.count_rows} is more than the {bounds.max_running_requests} requests "
+            "that may run: lower it"
         )
+    if plan.num_threads > hardware.num_cpus:
+        yield f"--threads {plan.num_threads} is more than the {hardware.num_cpus} CPUs of this process: lower it"
+
+
+def _memory_conflicts(settings: Settings, bounds: Bounds, memory: _Memory, pages: _Pages) -> Iterator[str]:
+    """Nobody runs for ever without a page: one request of the longest kind fits, and so do all running ones."""
+    running = bounds.max_running_requests
+    rows = memory.rows(running, bounds.count_rows)
+    uses = (
+        f"{_gib(memory.budget)} of memory, less {_gib(memory.weights)} of weights, {_gib(memory.activations)} of "
+        f"activations and {_gib(rows)} for sampling rows of {running} request{'s' if running > 1 else ''}"
+    )
+    fitting = pages.fitting(memory.for_pages(running, bounds.count_rows), running)
+    if fitting == 0:
+        _, way_out = max(
+            (memory.weights, "raise --mem-fraction"),
+            (memory.activations, "lower --chunked-prefill-size or --max-model-len, or raise --mem-fraction"),
+            (rows, "lower --max-running-requests, or raise --mem-fraction"),
+        )
+        yield f"{uses}, hold not one page of {bounds.page_size} tokens: {way_out}"
         return
+    if settings.kv_cache_tokens != "auto" and settings.kv_cache_tokens // bounds.page_size > fitting:
+        yield (
+            f"--kv-cache-tokens {settings.kv_cache_tokens} is more than the {fitting * bounds.page_size} that fit "
+            f"{uses}: lower it, or raise --mem-fraction"
+        )
     for group in bounds.kv_groups:
-        needed = max(bounds.max_running_requests, bounds.most_pages(group, bounds.max_model_len))
+        needed = max(running, bounds.most_pages(group, bounds.max_model_len))
         if group.num_pages < needed:
+            cache = f"KV cache of window {group.window}" if group.window else "KV cache"
+            more = "--mem-fraction" if settings.kv_cache_tokens == "auto" else "--kv-cache-tokens"
             yield (
-                f"the KV cache has {group.num_pages} pages of {bounds.page_size} tokens ({_gib(memory.budget)} of "
-                f"memory, less {_gib(memory.weights)} of weights), and --max-model-len {bounds.max_model_len} with "
-                f"--max-running-requests {bounds.max_running_requests} needs {needed}: raise --mem-fraction or "
-                "--kv-cache-tokens, or lower these"
+                f"the {cache} has {group.num_pages} pages of {bounds.page_size} tokens ({uses}), and --max-model-len "
+                f"{bounds.max_model_len} with --max-running-requests {running} needs {needed}: lower these, or "
+                f"raise {more}"
             )
 
 
-def _bounds_reasons(settings: Settings, bounds: Bounds, memory: Memory, layout: KVLayout) -> list[Reason]:
-    per_token = " + ".join(map(str, layout.bytes_per_token))
-    budget = f"{_gib(memory.budget)} less {_gib(memory.weights)} of weights, at {per_token} bytes a token"
-    whys = {
-        "page_size": "a prefix hit recomputes less than one page",
-        "max_model_len": "the model's context, if the KV cache holds it",
-        "max_running_requests": f"what the KV cache holds at {EXPECTED_TOKENS} tokens each",
-        "max_queued_requests": f"{QUEUE_FACTOR} per running one",
-    }
-    asked = msgspec.structs.asdict(settings)
-    values = msgspec.structs.asdict(bounds)
-    reasons = []
-    for group in bounds.kv_groups:
-        name = f"num_pages (window {group.window})" if group.window else "num_pages"
-        why = f"{group.num_pages * bounds.page_size} tokens: {budget}"
-        if settings.kv_cache_tokens != "auto":
-            why = "asked for"
-        elif group.num_pages * bounds.page_size < bounds.kv_tokens:
-            why = f"{CACHED_WINDOWS} times what running requests hold of their window"
-        reasons.append(Reason(name, str(group.num_pages), why))
-    for field, why in whys.items():
-        reasons.append(Reason(field, str(values[field]), why if asked[field] == "auto" else "asked for"))
-    why = (
-        f"at most {COUNT_ROWS}: each has a row of counts" if settings.max_penalised_requests == "auto" else "asked for"
-    )
-    reasons.append(Reason("count_rows", str(bounds.count_rows), why))
-    return reasons
-
-
-def _served_name(settings: Settings, checkpoint: CheckpointRef) -> str:
-    if settings.served_model_name != "auto":
-        return settings.served_model_name
+def _model_name(settings: Settings, checkpoint: CheckpointRef) -> str:
     if settings.model == "default":
         return "SmolLM2-135M-Instruct"
     path = Path(checkpoint.path)

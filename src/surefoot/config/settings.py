@@ -1,16 +1,18 @@
 """What a user may ask for. One flat record; flags, environment variables, TOML keys and docs are generated from it.
 
 A value comes from the first of: command-line flag, environment variable SUREFOOT_<NAME>, TOML file, default.
+The file is that of --config, else of SUREFOOT_CONFIG.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,12 +127,14 @@ class Settings(Struct, frozen=True, kw_only=True):
     host: Annotated[str, _help("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _help("port to listen on; 0 takes a free one")] = 8000
     api_key: Annotated[
-        str, Meta(pattern="^[!-~]*$"), _help("key that clients must send as a bearer token; empty asks for none")
+        str,
+        Meta(pattern="^[!-~]*$", title="of ASCII characters without spaces"),
+        _help("key that clients must send as a bearer token; empty asks for none"),
     ] = ""
     max_body_mib: Annotated[int, Meta(ge=1, le=1024), _help("largest request body, in MiB; larger ones get 413")] = 8
-    drain_seconds: Annotated[float, Meta(ge=0, le=1e6), _help("how long running requests may go on after SIGTERM")] = (
-        30.0
-    )
+    drain_seconds: Annotated[
+        float, Meta(ge=0, le=1_000_000), _help("how long running requests may go on after SIGTERM")
+    ] = 30.0
     max_restarts: Annotated[
         int, Meta(ge=0), _help("restarts of a dead process within 10 minutes before the server gives up")
     ] = 5
@@ -161,10 +165,10 @@ def infos() -> tuple[SettingInfo, ...]:
     return tuple(
         SettingInfo(
             name=field.name,
-            flag="--" + field.name.replace("_", "-"),
+            flag=_flag(field.name),
             help=_description(hints[field.name]),
             allowed=_allowed(hints[field.name]),
-            default=str(field.default),
+            default=in_words(field.default),
             is_switch=hints[field.name].__origin__ is bool,
             of_server=field.name in OF_SERVER,
             group=group_of[field.name],
@@ -178,36 +182,78 @@ def _choices(hint: Any) -> tuple[str, ...]:
     return tuple(map(str, typing.get_args(hint))) if typing.get_origin(hint) is Literal else ()
 
 
-def load(flags: Mapping[str, Any], toml_file: str = "") -> Settings:
-    """Merges the sources. flags: by field name, only those that were given; values may be strings."""
-    known = {info.name for info in infos()}
+def in_words(value: Any) -> str:
+    """As it is written in TOML, but without quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Source(Struct, frozen=True):
+    """Where settings come from."""
+
+    entries: Mapping[str, Any]
+    spelled: Callable[[str], str]  # a setting's name as the user writes it there
+    place: str = ""  # of a file
+
+    def problem(self, name: str, wrong: str) -> str:
+        return f"{self.spelled(name)}{self.place}: {wrong}"
+
+
+def load(given: Mapping[str, Any], toml_file: str | None = None) -> Settings:
+    """Merges the sources. given: by field name; values may be strings. toml_file: that of `--config`, empty if it was
+    not given; None says that there is no command line, and `given` are keyword arguments.
+
+    Raises SettingsError with all that is wrong.
+    """
     environment = {
         key.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for key, value in os.environ.items()
-        if key.startswith(ENVIRONMENT_PREFIX)
+        if key.startswith(ENVIRONMENT_PREFIX) and not _is_of_kubernetes(key, value)
     }
-    sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
-        ("flag", flags),
-        ("environment", environment),
-        (toml_file, _read_toml(toml_file) if toml_file else {}),
-    )
+    toml_of_environment = environment.pop("config", "")
+    sources = [_Source(given, str if toml_file is None else _flag), _Source(environment, _variable)]
+    if toml_file:
+        sources.append(_toml_source(toml_file, "--config"))
+    elif toml_of_environment:
+        sources.append(_toml_source(toml_of_environment, _variable("config")))
+    hints = _hints()
     problems: list[str] = []
     values: dict[str, Any] = {}
-    for source, entries in sources:
-        for name, value in entries.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f", did you mean {close[0]}?" if close else ""
-                problems.append(f"{_spelled(name, source)}: there is no such setting{hint}")
+    for source in sources:
+        for name, value in source.entries.items():
+            if name not in hints:
+                problems.append(_unknown(name, value, source))
             elif name not in values:
                 try:
-                    values[name] = msgspec.convert(value, _hints()[name], strict=False)
+                    values[name] = msgspec.convert(value, hints[name], strict=False)
                 except msgspec.ValidationError:
-                    allowed = _allowed(_hints()[name])
-                    problems.append(f"{_spelled(name, source)}: {value!r} is not valid, expected {allowed}")
+                    problems.append(source.problem(name, f"{value!r} is not valid, expected {_allowed(hints[name])}"))
     if problems:
         raise SettingsError("\n".join(problems))
     return Settings(**values)
+
+
+def _unknown(name: str, value: Any, source: _Source) -> str:
+    if source.place and isinstance(value, dict):
+        return f"[{name}]{source.place}: tables are not taken, write the settings in it without its heading"
+    close = difflib.get_close_matches(name, _hints(), n=1)
+    return source.problem(
+        name, "there is no such setting" + (f", did you mean {source.spelled(*close)}?" if close else "")
+    )
+
+
+def _is_of_kubernetes(key: str, value: str) -> bool:
+    """Whether the variable is one that pods get for a Service named surefoot."""
+    if key == "SUREFOOT_PORT":
+        return value.startswith(("tcp://", "udp://"))
+    return bool(re.match(r"SUREFOOT_(SERVICE|PORT_\d+)_", key))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
 
 
 def _hints() -> dict[str, Any]:
@@ -218,21 +264,14 @@ def _description(hint: Any) -> str:
     return next(str(meta.description) for meta in hint.__metadata__ if isinstance(meta, Meta) and meta.description)
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def _toml_source(path: str, named_by: str) -> _Source:
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            return _Source(tomllib.load(file), str, f" in {path}")
     except OSError as error:
-        raise SettingsError(f"--config {path}: {error.strerror}") from error
+        raise SettingsError(f"{named_by} {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path} is not TOML: {error}") from error
-
-
-def _spelled(name: str, source: str) -> str:
-    """The setting as the user wrote it."""
-    if source == "flag":
-        return "--" + name.replace("_", "-")
-    return ENVIRONMENT_PREFIX + name.upper() if source == "environment" else f"{name} in {source}"
+        raise SettingsError(f"{named_by} {path} is not TOML: {error}") from error
 
 
 def _allowed(hint: Any) -> str:
@@ -250,6 +289,6 @@ def _allowed(hint: Any) -> str:
 
 def _bounds(meta: Meta) -> list[tuple[str, float | str]]:
     if meta.pattern is not None:
-        return [(f"of the form {meta.pattern}", "")]
+        return [(str(meta.title), "")]
     limits = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
     return [(sign, value) for sign, value in limits if value is not None]

@@ -23,7 +23,7 @@ from rich.table import Table
 from surefoot.config.engine_plan import EnginePlan
 from surefoot.config.planning import plan_engine
 from surefoot.config.resolve import server_plan
-from surefoot.config.settings import Settings, limit_openmp_spinning
+from surefoot.config.settings import Settings
 from surefoot.evidence import logs
 from surefoot.launch.records import new_record_dir
 from surefoot.launch.supervisor import (
@@ -58,7 +58,6 @@ def serve(settings: Settings, console: Console) -> int:
     JSON objects they are written there.
     """
     logs.set_up(settings.log_level, settings.log_format, "supervisor")
-    limit_openmp_spinning()
     if settings.log_format == "text":
         return _serve(settings, console)
     try:

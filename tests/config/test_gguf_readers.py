@@ -98,7 +98,7 @@ YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.o
         (without("attention.head_count_kv"), TENSORS, spec(num_kv_heads=6)),
         (without("rope.freq_base"), TENSORS, spec(rope={"theta": 10_000.0})),
         (METADATA | SIXTEEN, TENSORS, spec(rope={"size": 16}, head_dim=16, attention_scale=0.25)),
-        (METADATA | {"attention.scale": 0.5}, TENSORS, spec(attention_scale=0.5)),
+        (METADATA | {"attention.scale": 8**-0.5}, TENSORS, SPEC),
         (METADATA | {"attention.sliding_window": 64}, TENSORS, spec(windows=(64,))),
         (METADATA | {"attention.sliding_window": 4096}, TENSORS, SPEC),
         (METADATA, TENSORS | bias("attn_q"), spec(qkv_bias=True)),
@@ -240,7 +240,7 @@ def test_gemma3(tmp_path: Path, slides: Any) -> None:
         (METADATA | {"attention.head_count": 0}, TENSORS, "not a multiple of its 0 attention heads"),
         (METADATA | {"embedding_length": 10**9, "attention.key_length": 8}, TENSORS, "the hidden size is 1000000000"),
         (METADATA | {"rope.freq_base": float("inf")}, TENSORS, "the rope theta is inf"),
-        (METADATA | {"attention.scale": 0.0}, TENSORS, "the attention scale is 0.0"),
+        (METADATA | {"attention.scale": 0.5}, TENSORS, "attention.scale = 0.5 is not supported; supported is 0.35"),
     ],
 )
 def test_refused_ggufs(tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], message: str) -> None:
@@ -257,6 +257,8 @@ def test_refused_ggufs(tmp_path: Path, metadata: dict[str, Any], tensors: dict[s
         ("gemma3", {"attention.sliding_window_pattern": [True] * 4, "attention.sliding_window": 9}, "4 entries for 3"),
         ("gemma3", {"attention.sliding_window_pattern": 0, "attention.sliding_window": 9}, "= 0 should be positive"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "soft cap of attention is -1.0"),
+        ("gemma2", {"rope.freq_base_swa": 500.0}, "freq_base_swa = 500.0 is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping = 2.0 is not supported"),
     ],
 )
 def test_refused_architectures(tmp_path: Path, arch: str, changes: dict[str, Any], message: str) -> None:

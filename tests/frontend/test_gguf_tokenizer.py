@@ -66,8 +66,9 @@ def test_what_a_converter_leaves_unsaid(words: str, adds_bos: bool) -> None:
         ),
         (
             {"ggml.pre": "viking"},
-            "tokenizer.ggml.pre = 'viking' is not supported; supported are gpt-2, default, phi-2",
+            "tokenizer.ggml.pre = 'viking' is not supported; supported are gpt-2, phi-2",
         ),
+        ({"ggml.pre": "default"}, "does not say how its tokenizer splits text"),
         ({"ggml.token_type": [1, 1]}, "tokens but 2 entries in tokenizer.ggml.token_type"),
         ({"ggml.merges": ["ab"]}, "'ab' in tokenizer.ggml.merges is not a pair"),
         ({"ggml.merges": ["文 字"]}, "vocabulary and merges do not fit together"),

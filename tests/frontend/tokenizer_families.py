@@ -147,7 +147,6 @@ TIKTOKEN = TikTokenConverter().pattern
 LLAMA3 = split_by(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"], ignore_merges=True)
 BYTE_LEVEL: dict[str, Callable[..., Any]] = {
     "gpt-2": GPT2Tokenizer,
-    "default": GPT2Tokenizer,
     "phi-2": CodeGenTokenizer,
     "olmo": GPTNeoXTokenizer,
     "smollm": individual_digits,

@@ -164,7 +164,6 @@ GGUF_VARIANTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}, {}),
     ("gemma2", {"sliding_window": 5, "num_key_value_heads": 6}, {}),
-    ("gemma2", {"query_pre_attn_scalar": 24}, {"attention.scale": 24**-0.5}),
     ("gemma3", {"final_logit_softcapping": 5.0}, {}),
     ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 2}, {"attention.sliding_window_pattern": 2}),
     (

@@ -71,6 +71,11 @@ class _Metadata:
                 f"{self.where}: {self.key(name)} = {value!r} is not supported; supported is {supported!r}"
             )
 
+    def refuse_unless_close(self, name: str, supported: float) -> None:
+        """Files hold single precision."""
+        if not math.isclose(self.value_or(name, supported), supported, rel_tol=1e-5):
+            self.refuse_unless(name, supported)
+
 
 def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     metadata = _Metadata(file)
@@ -89,6 +94,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     # Files of Gemma do not say what queries are divided by. It is the head size except in the largest models.
     largest = num_layers == GEMMA_27B_LAYERS.get(metadata.architecture)
     scaled_by = hidden_size // max(1, num_heads) if largest else head_dim
+    metadata.refuse_unless_close("attention.scale", attention_scale(scaled_by))
     fields: dict[str, Any] = {
         **PLAIN,
         "family": metadata.architecture,
@@ -107,7 +113,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "qk_norm": metadata.architecture in ("qwen3", "gemma3"),
-        "attention_scale": metadata.value_or("attention.scale", attention_scale(scaled_by)),
+        "attention_scale": attention_scale(scaled_by),
         **_gemma(metadata, hidden_size),
     }
     return ModelSpec(**fields)
@@ -139,6 +145,8 @@ def _gemma(metadata: _Metadata, hidden_size: int) -> dict[str, Any]:
     if not metadata.architecture.startswith("gemma"):
         return {}
     softcaps = (50.0, 30.0) if metadata.architecture == "gemma2" else (0.0, 0.0)
+    if metadata.architecture == "gemma3":
+        metadata.refuse_unless("attn_logit_softcapping", 0.0)
     return {
         "activation": "gelu_tanh",
         "post_norms": True,
@@ -184,10 +192,12 @@ def _ropes(metadata: _Metadata, head_dim: int) -> tuple[Rope, Rope]:
     size = metadata.value_or("rope.dimension_count", head_dim)
     scaling = _rope_scaling(metadata, size)
     check_factors(metadata.where, scaling, size)
+    theta = metadata.value_or("rope.freq_base", DEFAULT_THETA)
     if metadata.architecture == "gemma3":
         sliding = Rope(metadata.value_or("rope.freq_base_swa", DEFAULT_THETA), NoRopeScaling(), size)
-        return Rope(metadata.value("rope.freq_base", float), scaling, size), sliding
-    rope = Rope(metadata.value_or("rope.freq_base", DEFAULT_THETA), scaling, size)
+        return Rope(theta, scaling, size), sliding
+    metadata.refuse_unless("rope.freq_base_swa", theta)
+    rope = Rope(theta, scaling, size)
     return rope, rope
 
 
@@ -234,8 +244,7 @@ def _yarn(metadata: _Metadata) -> YarnRopeScaling:
         metadata.refuse_unless(f"rope.scaling.{name}", supported)
     factor = metadata.value("rope.scaling.factor", float)
     own = magnitude(factor)
-    if not math.isclose(metadata.value_or("rope.scaling.yarn_attn_factor", own), own, rel_tol=1e-5):
-        metadata.refuse_unless("rope.scaling.yarn_attn_factor", own)
+    metadata.refuse_unless_close("rope.scaling.yarn_attn_factor", own)
     return YarnRopeScaling(
         factor=factor,
         original_max_context=_original(metadata),

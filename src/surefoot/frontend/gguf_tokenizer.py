@@ -46,7 +46,13 @@ def read_backend(file: GGUFFile, vocab: GGUFVocab) -> Tokenizer:
 
 
 def _words(file: GGUFFile) -> Words:
+    """Files without the name, or with `default`, are of converters that did not know it: then nobody does."""
     name = file.value_or("tokenizer.ggml.pre", "default")
+    if name == "default":
+        raise TokenizerError(
+            f"{file.path} does not say how its tokenizer splits text into words (tokenizer.ggml.pre): convert the model "
+            "again with a newer converter"
+        )
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(
             f"{file.path}: tokenizer.ggml.pre = {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"

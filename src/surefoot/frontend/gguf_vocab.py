@@ -10,6 +10,11 @@ from surefoot.checkpoint.gguf import GGUFFile
 # A model may end a turn with one of these though its metadata names another one as end of text.
 END_OF_TEXT_TOKENS = {
     "</s>",
+    "<eos>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|im_end|>",  # Qwen, SmolLM

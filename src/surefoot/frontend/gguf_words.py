@@ -63,7 +63,6 @@ _GPT4O = Words(_split(GPT4O_PATTERN))
 # by the value of tokenizer.ggml.pre
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
-    "default": _GPT2,  # written by converters that did not record the name
     "phi-2": _GPT2,
     "olmo": Words(_GPT2_SPLIT, composes=True),
     "smollm": _DIGITS,

@@ -203,6 +203,7 @@ def _offline_settings(*also: str) -> list[settings_module.SettingInfo]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _open_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:
@@ -214,6 +215,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _open_standard_streams() -> None:
+    """/dev/null for those that were closed (`<&-`): else the next file that is opened takes the number of one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if vars(sys)[name] is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def _run(argv: Sequence[str]) -> int:

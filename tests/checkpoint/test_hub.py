@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from surefoot.checkpoint import hub as hub_module
+from surefoot.checkpoint import hub_failures
 from surefoot.checkpoint.errors import HubError
 from tests.checkpoint.fake_hub import FakeHub, Repo
 from tests.e2e.server import wait_until
@@ -36,6 +42,19 @@ try:
 except HubError as error:
     print(json.dumps(str(error)))
 """
+IMPATIENT = f"""
+from surefoot.checkpoint import hub
+hub.ANSWER_SECONDS = hub.PATIENCE_SECONDS = 1
+{FETCH}
+"""
+LOGGED = FETCH.replace("Console(stderr=True)", "Console(quiet=True)").replace(
+    "model, revision",
+    """
+from surefoot.evidence import logs
+logs.set_up("info", "json", "supervisor")
+model, revision""",
+    1,
+)
 PLAN = """
 import json, sys
 from rich.console import Console
@@ -89,13 +108,13 @@ class Fetched:
 class Client:
     def __init__(self, home: Path, hub: FakeHub) -> None:
         self.home = home
-        self._hub = hub
+        self.hub = hub
 
     def start(
         self, model: str, revision: str = "", weights: bool = True, script: str = FETCH, **env: str
     ) -> subprocess.Popen[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        wanted = {"HF_ENDPOINT": self._hub.url, "HF_HOME": str(self.home), **env}
+        wanted = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), **env}
         return subprocess.Popen(
             [sys.executable, "-c", script, json.dumps([model, revision, weights])],
             env=clean | wanted,
@@ -219,6 +238,63 @@ def test_a_killed_download_is_completed_by_the_next(client: Client, hub: FakeHub
     assert hub.transfers() == [second]
 
 
+def test_ctrl_c_ends_a_download(client: Client, hub: FakeHub) -> None:
+    hub.repos["org/whole"].stalls = {"model.safetensors"}
+    process = client.start("org/whole")
+    assert hub.stalled.wait(30)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=8)[1]  # the library's threads would wait for 10 s, several times
+    assert process.returncode == 130
+    assert said.endswith("stopped: whole files are kept, start again to go on\n")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("age, kept", [(0, True), (3600, False)])
+def test_parts_that_ended_downloads_left_are_deleted(client: Client, hub: FakeHub, age: int, kept: bool) -> None:
+    hub.repos["org/whole"].stalls = {"model.safetensors"}
+    process = client.start("org/whole")
+    assert hub.stalled.wait(30)
+    blobs = client.home / "hub" / "models--org--whole" / "blobs"
+    wait_until(lambda: any(blobs.glob("*.incomplete")))
+    (part,) = blobs.glob("*.incomplete")
+
+    with_another = client.start("org/sharded")  # of another repository: it leaves this one alone
+    with_another.communicate(timeout=60)
+    assert part.exists()
+
+    process.kill()
+    process.communicate()
+    os.utime(part, (time.time() - age,) * 2)
+    hub.repos["org/whole"].stalls = set()
+    client.fetch("org/whole")
+    assert part.exists() is kept
+
+
+def test_the_part_of_a_download_that_runs_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module.constants, "HF_HUB_CACHE", str(tmp_path))
+    part = tmp_path / "models--org--whole" / "blobs" / "abc.01234567.incomplete"
+    lock = tmp_path / ".locks" / "models--org--whole" / "abc.lock"
+    for path in (part, lock):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    os.utime(part, (0, 0))
+    with lock.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        hub_module._remove_leftovers("org/whole")
+        assert part.exists()
+    hub_module._remove_leftovers("org/whole")
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_was_cut_is_fetched_again(client: Client, hub: FakeHub, name: str) -> None:
+    file = client.fetch("org/whole").folder / name
+    file.resolve().write_bytes(WHOLE[name][:-1])
+    hub.requests.clear()
+    assert (client.fetch("org/whole").folder / name).read_bytes() == WHOLE[name]
+    assert hub.transfers() == [name]
+
+
 # ---- No network ------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +307,27 @@ def test_without_the_hub_the_cache_serves(client: Client, hub: FakeHub, how: str
     assert again.answer == online.answer
     assert "using the copy in the cache" in again.said
     assert {"offline": "HF_HUB_OFFLINE", "unreachable": "cannot be reached", "broken": "503"}[how] in again.said
+
+
+def test_a_hub_that_never_answers(client: Client, hub: FakeHub) -> None:
+    online = client.fetch("org/whole")
+    hub.answers = False
+    again = client.fetch("org/whole", script=IMPATIENT)
+    assert again.answer == online.answer
+    assert f"waiting for {hub.url} to list org/whole" in again.said
+    assert "using the copy in the cache" in again.said
+    assert "cannot be reached (ReadTimeout" in client.fetch("org/sharded", script=IMPATIENT).error
+
+
+def test_a_newer_commit_and_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = SimpleNamespace(sha="f" * 40, siblings=[])
+    (tmp_path / "model.safetensors").write_bytes(b"old")
+    monkeypatch.setattr(hub_module.HfApi, "model_info", lambda *_, **__: info)
+    monkeypatch.setattr(hub_module, "_cached_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    repo = hub_module._look_up("org/whole", "", Console(quiet=True))
+    assert (repo.commit, repo.files) == (tmp_path.name, {"model.safetensors": 3})
+    assert "newer commit of org/whole, but the cache" in repo.no_answer
 
 
 @pytest.mark.parametrize(
@@ -250,6 +347,10 @@ def test_without_the_hub_an_incomplete_copy_is_named(client: Client, lost: list[
 
 def test_without_the_hub_and_without_a_copy(client: Client) -> None:
     assert "unset it to download org/whole, which is not in the cache" in client.fetch("org/whole", **OFFLINE).error
+    client.fetch("org/whole")
+    offline = client.fetch("org/whole", "v1", **OFFLINE).error
+    assert "org/whole, revision v1, which is not in the cache; of org/whole, the cache has main" in offline
+    client = Client(client.home / "other", client.hub)
     unreachable = client.fetch("org/whole", HF_ENDPOINT="http://127.0.0.1:9").error
     assert "http://127.0.0.1:9) cannot be reached (ConnectError:" in unreachable
     assert "\n" not in unreachable
@@ -265,6 +366,18 @@ def test_a_gated_model_needs_a_token(client: Client, hub: FakeHub) -> None:
     assert client.fetch("org/whole", HF_TOKEN="hf_mine").files() == WHOLE.keys()
 
 
+def test_tokens(client: Client, hub: FakeHub) -> None:
+    hub.status = 401
+    assert "wants a token" in client.fetch("org/whole").error
+    assert "refuses your token" in client.fetch("org/whole", HF_TOKEN="hf_mine").error
+    assert "characters that no token has: set HF_TOKEN again" in client.fetch("org/whole", HF_TOKEN="hf_é").error
+
+
+def test_a_login_page_in_place_of_the_hub(client: Client, hub: FakeHub) -> None:
+    hub.body = b"<html>Welcome to our hotel</html>"
+    assert f"what answers at {hub.url} is not a Hugging Face hub: look for a login" in client.fetch("org/whole").error
+
+
 @pytest.mark.parametrize(
     "model, revision, says",
     [
@@ -274,6 +387,7 @@ def test_a_gated_model_needs_a_token(client: Client, hub: FakeHub) -> None:
             "there is no file or directory org/absent here, and no model org/absent on the Hugging Face",
         ),
         ("org/whole", "v9", "org/whole has no branch, tag or commit 'v9': give another --revision"),
+        ("org/whole", "../../..", "--revision '../../..' cannot be a branch, a tag or a commit: give one of org/whole"),
         ("org/a--b", "", "neither a path here nor a possible name on the Hugging Face hub"),
         ("org/gguf", "", "the name says more than one GGUF file; org/gguf has these: big/m-F32-00001-of-00002.gguf, "),
         ("org/whole:Q9", "", "org/whole lacks a GGUF file for Q9"),
@@ -307,6 +421,13 @@ def test_repositories_that_cannot_be_served(client: Client, hub: FakeHub, files:
     assert not any(name.endswith((".bin", ".safetensors")) for name in hub.transfers())
 
 
+def test_pickled_weights_are_refused_before_weights_are_needed(client: Client, hub: FakeHub) -> None:
+    hub.repos["org/other"] = Repo({**DESCRIPTION, "pytorch_model.bin": b"p"})
+    assert "org/other lacks model.safetensors" in client.fetch("org/other", weights=False).error
+    hub.repos["org/other"] = Repo(dict(DESCRIPTION))  # enough for dummy weights
+    assert client.fetch("org/other", weights=False).files() == DESCRIPTION.keys()
+
+
 def test_a_gguf_header_is_not_read_over_the_network(client: Client, hub: FakeHub) -> None:
     assert "hf download org/gguf m-Q8_0.gguf" in client.fetch("org/gguf:Q8_0", weights=False).error
     assert hub.transfers() == []
@@ -323,9 +444,16 @@ def test_a_cache_that_cannot_be_written(client: Client) -> None:
     assert "cannot be written" in client.fetch("org/whole").error
 
 
+def test_a_log_of_json_has_nothing_between_its_lines(client: Client, hub: FakeHub) -> None:
+    fetched = client.fetch("org/sharded", script=LOGGED)
+    assert fetched.files() == SHARDED.keys() - UNNEEDED.keys()
+    (message,) = [json.loads(line)["message"] for line in fetched.said.splitlines()]
+    assert message.startswith("Downloading org/sharded (revision c0ffee0, 2 files, 0.3 MB)")
+
+
 def test_a_disk_that_fills_up() -> None:
     with (
         pytest.raises(HubError, match=r"the disk of .* is full: free some space, or set HF_HOME"),
-        hub_module._explained("org/name", ""),
+        hub_failures.explained("org/name", ""),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")

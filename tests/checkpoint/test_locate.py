@@ -74,6 +74,30 @@ def test_what_can_only_be_a_path(model: str) -> None:
     assert HubModel.parse(model) is None
 
 
+@pytest.mark.parametrize(
+    "model, meant",
+    [
+        ("https://huggingface.co/org/name", "org/name"),
+        ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"),
+        ("https://huggingface.co/org/name/tree/v1", "org/name with --revision v1"),
+        ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name/m.gguf with --revision main"),
+        (" org/name ", "org/name"),
+        ("org/name/", "org/name"),
+        ("org/name@v1", "org/name with --revision v1"),
+    ],
+)
+def test_what_is_nearly_a_name_on_the_hub(model: str, meant: str) -> None:
+    assert HubModel.parse(model) is None
+    with pytest.raises(CheckpointError, match=f"is not here: did you mean {meant}, a model of the Hugging Face hub"):
+        locate(model)
+
+
+@pytest.mark.parametrize("model", ["./org/name", "https://example.com/org/name", "a/b/c", "name@v1", "org/absent.gguf"])
+def test_what_is_not_nearly_a_name_on_the_hub(model: str) -> None:
+    with pytest.raises(CheckpointError, match="there is no file or directory"):
+        locate(model)
+
+
 def test_a_revision_of_what_is_here_is_refused(tmp_path: Path) -> None:
     directory_with(tmp_path, "config.json")
     with pytest.raises(CheckpointError, match="--revision v1 means nothing for"):

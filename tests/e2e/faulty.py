@@ -14,6 +14,7 @@ MODULE = "tests.e2e.faulty_server"
 class FaultyServer(Server):
     def __init__(self, log: Path, **settings: Any) -> None:
         super().__init__(log, **settings)
+        self._environment["PYTHONPATH"] = str(Path.cwd())  # children find no modules in the current folder
         self._command = [sys.executable, "-m", MODULE, *self._command[self._command.index("serve") :]]
 
     def engine(self) -> int:

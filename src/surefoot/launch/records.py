@@ -38,5 +38,7 @@ def new_record_dir(parent: Path) -> Iterator[Path]:
 
 def new_ring(record_dir: Path, engine: int) -> Path:
     """The file for a run's engine of that number. Those of its predecessors are kept, but for the oldest."""
-    (record_dir / f"steps-{engine - KEPT_RINGS}.ring").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the engine says why it cannot write
+        record_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleaned up
+        (record_dir / f"steps-{engine - KEPT_RINGS}.ring").unlink(missing_ok=True)
     return record_dir / f"steps-{engine}.ring"

@@ -21,6 +21,7 @@ import logging
 import math
 import signal
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -150,7 +151,8 @@ class Supervisor:
                             return self._give_up(role, returncode, verdict)
 
     async def _drain(self, code: int) -> int:
-        """The frontend lets running requests end. Returns the exit code: `code`, or what goes wrong here."""
+        """The frontend lets running requests end. Returns the exit code: that of a stop at once, else `code` unless it
+        is 0, else that of the first death here."""
         seconds = self._plan.drain_seconds
         now = asyncio.get_running_loop().time
         self._tell(Role.FRONTEND, Drain(seconds))
@@ -169,15 +171,12 @@ class Supervisor:
                     deadline = min(deadline, now() + LAST_WORDS_SECONDS)
                 case Said(role, report):
                     self._hear(role, report)
-                case Ended(Role.ENGINE, 0):  # the frontend has told it to
-                    del self._children[Role.ENGINE]
-                case Ended(Role.ENGINE, returncode):
-                    how = self._bury(Role.ENGINE, returncode, " while the server drained")
+                case Ended(role, 0):  # as it was told
+                    del self._children[role]
+                case Ended(role, returncode):
+                    how = self._bury(role, returncode, " while the server drained")
                     self._tell(Role.FRONTEND, EngineDied(how, restarting=False, retry_seconds=0))
-                    code = code or EXIT_ENGINE_DIED
-                case Ended(Role.FRONTEND, returncode):
-                    del self._children[Role.FRONTEND]
-                    code = code or exit_code(returncode)
+                    code = code or (EXIT_ENGINE_DIED if role is Role.ENGINE else exit_code(returncode))
         return code
 
     async def _start(self, role: Role) -> None:
@@ -255,6 +254,8 @@ class Supervisor:
 
     def _new_link(self) -> Connect:
         number = next(self._links)
+        with suppress(OSError):  # the children say why they cannot bind
+            self._sockets.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleaned up
         return Connect(f"ipc://{self._sockets}/commands-{number}", f"ipc://{self._sockets}/events-{number}")
 
     async def _kill_if_wedged(self) -> None:

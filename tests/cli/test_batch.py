@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 
 from surefoot import LLM, cli
+from surefoot.commands import batch
 from surefoot.commands.in_process_server import InProcessServer
 from surefoot.config.resolve import server_plan
 from surefoot.config.settings import Settings
@@ -200,6 +202,62 @@ def test_answers_to_something_else_are_not_touched(
         assert cli.main(command(tiny_llama, source, target, flag)) == 2
         assert says in " ".join(capsys.readouterr().err.split())
         assert target.read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [{"id": "a", "prompt": PROMPT}, openai_line("a", prompt=PROMPT)],
+    ids=["short", "openai"],
+)
+def test_only_the_beginning_of_an_answer_is_dropped(
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str], request_line: Json
+) -> None:
+    line = batch.parse(json.dumps(request_line).encode(), 0, {}, {})
+    whole = json.dumps(answers(tiny_llama, tmp_path, [request_line])[0], separators=(",", ":")).encode()
+    other = whole.replace(b'"a"', b'"b"', 1)
+    for size in range(1, len(whole)):
+        assert line.may_begin(whole[:size])
+    for text in (b"garbage", b" ", b"{}", b'{"x', b'{"index":01', other):
+        assert not line.may_begin(text)
+
+    target = tmp_path / "out.jsonl"
+    for kept in (b"garbage", other, whole + b"\n" + whole[:9]):
+        target.write_bytes(kept)
+        assert cli.main(command(tiny_llama, tmp_path / "in.jsonl", target, "--resume")) == 2
+        assert "no answer to the input that was cut short" in " ".join(capsys.readouterr().err.split())
+        assert target.read_bytes() == kept
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume",)], ids=["new", "resumed"])
+def test_the_input_is_no_output(
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Sequence[str]
+) -> None:
+    source = tmp_path / "one.jsonl"
+    source.write_text(json.dumps({"prompt": PROMPT}))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    kept = source.read_bytes()
+    for target in (source, link):
+        assert cli.main(command(tiny_llama, source, target, *flags)) == 2
+        assert "is the input too: give another --output" in " ".join(capsys.readouterr().err.split())
+    with source.open("rb") as stdin:
+        run = [sys.executable, "-m", "surefoot", *command(tiny_llama, Path("-"), source, *flags)]
+        ended = subprocess.run(run, stdin=stdin, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "is the input too" in ended.stderr
+    assert source.read_bytes() == kept
+
+
+def test_two_runs_do_not_write_one_file(
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"prompt": PROMPT, "max_tokens": 1}]), tmp_path / "out.jsonl"
+    with target.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for flags in ((), ("--resume",)):
+            assert cli.main(command(tiny_llama, source, target, *flags)) == 2
+            assert f"another run writes {target}" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(command(tiny_llama, source, target)) == 0
 
 
 def test_an_interrupted_batch_keeps_what_it_has(tiny_llama: TinyLlama, tmp_path: Path) -> None:

@@ -153,6 +153,17 @@ def test_the_model_may_be_an_argument() -> None:
             flags.settings_of(twice)
 
 
+def test_an_empty_model_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_refused(*words: str) -> bool:
+        return cli.main(words) == 2 and "the model is an empty text" in capsys.readouterr().err
+
+    for command in ("serve", "chat", "plan"):
+        assert is_refused(command, "")
+    assert is_refused("generate", "x", "--model=")
+    monkeypatch.setenv("SUREFOOT_MODEL", "")
+    assert is_refused("plan")
+
+
 def test_the_first_prompt_is_the_model_if_it_looks_like_one(tmp_path: Path) -> None:
     def split(*words: str) -> tuple[str, list[str]]:
         arguments = flags.split_model(vars(cli.parser().parse_args(["generate", *words])))

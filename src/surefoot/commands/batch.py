@@ -14,6 +14,7 @@ A line that is wrong gets an error as its answer, and the others go on.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,10 @@ class ShortLine(Struct, frozen=True):
         """Whether `result` may be the answer to this line."""
         return result.get("index") == self.index and all(result.get(name) == value for name, value in self.own.items())
 
+    def may_begin(self, text: bytes) -> bool:
+        """Whether the answer to this line may begin with `text`."""
+        return _may_begin({"index": self.index, **self.own}, text)
+
 
 class OpenAILine(Struct, frozen=True):
     custom_id: Any  # text, if the line is not refused
@@ -73,8 +78,16 @@ class OpenAILine(Struct, frozen=True):
     def matches(self, result: Json) -> bool:
         return "response" in result and result.get("custom_id") == self.custom_id
 
+    def may_begin(self, text: bytes) -> bool:
+        made = re.match(rb'{"id":"(batch_req_\w*)', text)
+        return _may_begin({"id": made[1].decode() if made else "batch_req_", "custom_id": self.custom_id}, text)
+
 
 Line = ShortLine | OpenAILine
+
+
+def json_line(fields: Json) -> bytes:
+    return msgspec.json.encode(fields) + b"\n"
 
 
 def parse(text: bytes, index: int, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Line:
@@ -167,6 +180,12 @@ def _short_choice(choice: Json) -> Json:
     if message.get("tool_calls"):
         rest["tool_calls"] = message["tool_calls"]
     return {"text": text, "finish_reason": choice["finish_reason"], **rest}
+
+
+def _may_begin(fields: Json, text: bytes) -> bool:
+    """Whether a line may begin with `text` whose first fields are these."""
+    head = json_line(fields).removesuffix(b"}\n") + b","
+    return head.startswith(text) or text.startswith(head)
 
 
 def _is_queue_full(answer: Answer) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
+import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
 
 from surefoot.commands import flags
 
@@ -60,67 +64,123 @@ class LocalModel:
         return self._llm.stream_chat(messages, flags.sampling_params(fields))
 
 
+# ---- Another server --------------------------------------------------------------------------------------------------
+
+
+class _ServedModel(Struct):
+    id: str
+    max_model_len: int | None = None  # not every server tells it
+
+
+class _Models(Struct):
+    data: list[_ServedModel]
+
+
+class _Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _WholeAnswer(Struct):
+    usage: _Usage
+
+
+class _Delta(Struct):
+    content: str | None = None
+
+
+class _Choice(Struct):
+    delta: _Delta | None = None
+
+
+class _Event(Struct):
+    """Of a stream. One without choices is an error too."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Error(Struct):
+    message: str
+
+
+class _Failure(Struct):
+    error: _Error
+
+
+Body = TypeVar("Body")
+
+
 class RemoteModel:
     """A server with the OpenAI API."""
 
     def __init__(self, url: str, api_key: str, name: str) -> None:
         """`name`: the model to ask for; empty is the first one of the server."""
-        if not url.startswith(("http://", "https://")):
+        if not _is_url(url):
             raise ValueError(f"--url {url} is not of the form http://host:port/v1")
         self._url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        with self._open("/models") as response:
-            models = {model["id"]: model for model in json.load(response)["data"]}
+        models = {model.id: model for model in self._ask("/models", _Models).data}
         self.name = name or next(iter(models), "")
         if self.name not in models:
             raise ValueError(f"{url} does not serve {self.name!r}; it has {', '.join(models) or 'no model'}")
-        self.context = int(models[self.name].get("max_model_len", 0))
+        self.context = models[self.name].max_model_len or 0
 
     def answer(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> Answer:
         body = {"model": self.name, "messages": list(messages), **fields}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return _RemoteAnswer(self._open("/chat/completions", body))
+        return _RemoteAnswer(self._url, self._open("/chat/completions", body))
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         """The API tells it with an answer, so one token is asked for."""
         body = {"model": self.name, "messages": list(messages), "max_tokens": 1}
-        with self._open("/chat/completions", body) as response:
-            return int(json.load(response)["usage"]["prompt_tokens"])
+        return self._ask("/chat/completions", _WholeAnswer, body).usage.prompt_tokens
 
     def close(self) -> None:
         pass
 
+    def _ask(self, path: str, kind: type[Body], body: dict[str, Any] | None = None) -> Body:
+        with self._open(path, body) as response, _network_errors(self._url):
+            data = response.read()
+        return _decode(self._url, data, kind)
+
     def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else msgspec.json.encode(body)
         request = urllib.request.Request(self._url + path, data, self._headers)
-        try:
-            response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER)
-        except urllib.error.HTTPError as error:
-            raise ValueError(f"{self._url} answered {error.code}: {_message(error.read())}") from error
-        except urllib.error.URLError as error:
-            raise OSError(f"{self._url} cannot be reached: {error.reason}") from error
+        with _network_errors(self._url):
+            try:
+                response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER)
+            except urllib.error.HTTPError as error:
+                hint = "; is /v1 missing at its end?" if error.code == 404 and _lacks_v1(self._url) else ""
+                raise ValueError(f"{self._url} answered {error.code}: {_message(error.read())}{hint}") from error
         return response
 
 
 class _RemoteAnswer:
     """Server-sent events of a chat completion."""
 
-    def __init__(self, response: http.client.HTTPResponse) -> None:
+    def __init__(self, url: str, response: http.client.HTTPResponse) -> None:
+        self._url = url
         self._response = response
         self.prompt_tokens = 0
         self.output_tokens = 0
 
     def __iter__(self) -> Iterator[str]:
+        kind = self._response.headers.get_content_type()
+        if kind != "text/event-stream":
+            raise ValueError(f"{self._url} answers with {kind} instead of a stream of events: {_way_out(self._url)}")
         for data in self._data():
-            event = json.loads(data)
-            if "error" in event:
+            event = _decode(self._url, data, _Event)
+            if event.error or event.choices is None:
                 raise ValueError(_message(data))
-            if usage := event.get("usage"):
-                self.prompt_tokens, self.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-            for choice in event["choices"]:
-                yield choice["delta"].get("content") or ""
+            if event.usage:
+                self.prompt_tokens, self.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+            for choice in event.choices:
+                if choice.delta and choice.delta.content:
+                    yield choice.delta.content
 
     def _data(self) -> Iterator[bytes]:
         """Of each event, until the server says that there are no more. Raises OSError if it never does."""
@@ -137,9 +197,44 @@ class _RemoteAnswer:
         self._response.close()
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        return False
+    return is_server and "@" not in parts.netloc and bool(re.fullmatch("[!-~]+", text))
+
+
+@contextlib.contextmanager
+def _network_errors(url: str) -> Iterator[None]:
+    """What goes wrong on the way becomes an OSError with a sentence."""
+    try:
+        yield
+    except urllib.error.URLError as error:
+        raise OSError(f"{url} cannot be reached: {error.reason}") from error
+    except (http.client.HTTPException, OSError) as error:
+        raise OSError(f"{url} gives no whole answer ({error}): {_way_out(url)}") from error
+
+
+def _decode(url: str, data: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{url} does not answer as the OpenAI API does ({error}): {_way_out(url)}") from error
+
+
+def _way_out(url: str) -> str:
+    return "is /v1 missing at its end?" if _lacks_v1(url) else "does something else listen there?"
+
+
+def _lacks_v1(url: str) -> bool:
+    return not url.endswith("/v1")
+
+
 def _message(body: bytes) -> str:
     """Of an error in OpenAI's shape; else the body itself."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(body, type=_Failure).error.message
+    except (msgspec.DecodeError, RecursionError):
         return body.decode(errors="replace")[:200]

@@ -97,13 +97,17 @@ def add_sampling(command: argparse.ArgumentParser, defaults: Mapping[str, float]
 def settings_of(arguments: Arguments) -> Settings:
     """Raises SettingsError."""
     given = given_settings(arguments)
-    if model := arguments.get("model_argument"):
+    model = arguments.get("model_argument")
+    if model is not None:
         if "model" in given:
             raise SettingsError(
                 f"the model is given twice, as {model!r} and as --model {given['model']!r}: give it once"
             )
         given["model"] = model
-    return settings_module.load(given, arguments["config"])
+    settings = settings_module.load(given, arguments["config"])
+    if not settings.model:
+        raise SettingsError("the model is an empty text, perhaps of an unset variable: name one, or leave it out")
+    return settings
 
 
 def split_model(arguments: Arguments) -> Arguments:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import fcntl
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,7 +81,7 @@ def _run_batch(settings: Settings, arguments: Arguments, console: Console) -> in
         raise ValueError("--resume needs --output FILE: the answers that there are")
     texts = _read_lines(arguments["input"])
     lines = [batch.parse(text, index, given, flags.GENERATE_DEFAULTS) for index, text in enumerate(texts)]
-    with _open_output(name, resume) as output:
+    with _open_output(arguments["input"], name, resume) as output:
         done = _skip_answered(flags.path_of(name), lines) if resume else 0
         if done == len(lines):
             console.print("all lines are answered already")
@@ -92,7 +93,7 @@ def _run_batch(settings: Settings, arguments: Arguments, console: Console) -> in
 
 async def _answer(llm: LLM, settings: Settings, lines: Sequence[batch.Line], output: BinaryIO, report: _Report) -> None:
     def write(result: Json) -> None:
-        output.write(msgspec.json.encode(result) + b"\n")
+        output.write(batch.json_line(result))
         output.flush()
         report.count(result)
 
@@ -116,17 +117,36 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
 
 
-def _open_output(name: str, resume: bool) -> AbstractContextManager[BinaryIO]:
-    """What is written goes to its end. It may be a pipe, as /dev/stdout often is."""
+@contextlib.contextmanager
+def _open_output(source: str, name: str, resume: bool) -> Iterator[BinaryIO]:
+    """What is written goes to its end. It may be a pipe, as /dev/stdout often is.
+
+    Raises ValueError if something would be lost in the file.
+    """
     if not name:
-        return nullcontext(sys.stdout.buffer)
+        yield sys.stdout.buffer
+        return
     path = flags.path_of(name)
     with flags.file_errors(path):
         file = path.open("ab")
-    if not resume and file.seekable() and file.tell():
-        file.close()
-        raise ValueError(f"{path} has answers already: go on with --resume, or give another file")
-    return file
+    with file:
+        if path.is_file():
+            if os.path.samefile("/dev/stdin" if source == "-" else flags.path_of(source), path):
+                raise ValueError(f"{path} is the input too: give another --output")
+            _lock(file)
+            if not resume and file.tell():
+                raise ValueError(f"{path} has answers already: go on with --resume, or give another file")
+        yield file
+
+
+def _lock(file: BinaryIO) -> None:
+    """Until it is closed. Raises ValueError if another run has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another run writes {file.name}: wait for its end, or give another --output") from error
+    except OSError:
+        pass  # not every file system has locks
 
 
 def _skip_answered(path: Path, lines: Sequence[batch.Line]) -> int:
@@ -143,6 +163,8 @@ def _skip_answered(path: Path, lines: Sequence[batch.Line]) -> int:
     for number, (answer, line) in enumerate(zip(answers, lines, strict=False), 1):
         if not line.matches(_parse_answer(answer)):
             raise ValueError(f"line {number} of {path} does not answer line {number} of the input: give another file")
+    if rest and not (len(answers) < len(lines) and lines[len(answers)].may_begin(rest)):
+        raise ValueError(f"the end of {path} is no answer to the input that was cut short: give another file")
     os.truncate(path, path.stat().st_size - len(rest))  # half a line, if the last run was killed
     return len(answers)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from surefoot.checkpoint.default_model import fetch_default_model
 from tests.tiny import TinyLlama, write_tiny_llama
+
+# Shells start jobs in the background with SIGINT ignored, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

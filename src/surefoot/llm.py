@@ -174,7 +174,8 @@ class LLM:
     """A loaded model. Settings are those of `surefoot serve`, by field name: `LLM("model.gguf", max_model_len=2048)`;
     or one `Settings` with all of them.
 
-    Raises ValueError if a setting, the checkpoint or their combination is wrong. One call at a time.
+    Raises ValueError if a setting, the checkpoint or their combination is wrong. One call at a time. Ctrl-C during a
+    download from the hub ends the process at once, without its `finally` clauses, unless it handles SIGINT itself.
     """
 
     def __init__(self, model: str | Settings = "default", **settings: Any) -> None:

@@ -44,7 +44,7 @@ except HubError as error:
 """
 IMPATIENT = f"""
 from surefoot.checkpoint import hub
-hub.ANSWER_SECONDS = hub.PATIENCE_SECONDS = 1
+hub.ANSWER_SECONDS, hub.PATIENCE_SECONDS = 1, 0.05
 {FETCH}
 """
 LOGGED = FETCH.replace("Console(stderr=True)", "Console(quiet=True)").replace(

@@ -79,10 +79,22 @@ class Terminal:
         deadline = time.monotonic() + SECONDS
         while text not in self._unread:
             assert time.monotonic() < deadline, f"no {text!r} after {self._unread!r}"
-            if select.select([self._master], [], [], 0.1)[0]:
-                self._unread += os.read(self._master, 4096).decode(errors="replace").replace("\r\n", "\n")
+            self._read(0.1)
         seen, _, self._unread = self._unread.partition(text)
         return seen + text
+
+    def interrupt(self, answer: str) -> None:
+        """Ctrl-C until it is answered: Python sees one that comes just before it waits for a key with the next one."""
+        for _ in range(int(SECONDS)):
+            self.type("\x03")
+            self._read(1.0)
+            if answer in self._unread:
+                break
+        self.until(answer)
+
+    def _read(self, seconds: float) -> None:
+        if select.select([self._master], [], [], seconds)[0]:
+            self._unread += os.read(self._master, 4096).decode(errors="replace").replace("\r\n", "\n")
 
     def end(self) -> int:
         """The exit code."""

@@ -214,8 +214,8 @@ def test_in_a_terminal(tiny_llama: TinyLlama, tmp_path: Path) -> None:
         terminal.type("\x03")
         assert "tok/s), with the prompt " in terminal.until("> ")
         terminal.ask(f"/save {tmp_path}/longer.json")
-        terminal.type("half a line\x03")
-        terminal.until("Ctrl-D ends")
+        terminal.type("half a line")
+        terminal.interrupt("Ctrl-D ends")
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.end() == 0

@@ -44,6 +44,7 @@ def answering(*responses: bytes) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         thread.join(20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

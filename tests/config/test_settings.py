@@ -54,7 +54,12 @@ def test_all_that_is_wrong_is_said_at_once_as_the_user_wrote_it(
             {},
             "[server] in {file}: tables are not taken, write the settings in it without its heading",
         ),
-        ({"api_key": "a b"}, "", {}, "--api-key: 'a b' is not valid, expected text of ASCII characters without spaces"),
+        (
+            {"api_key": "a b"},
+            "",
+            {},
+            "--api-key: what is given is not valid, expected text of ASCII characters without spaces",
+        ),
     ],
     ids=["keyword", "keyword-value", "variable", "table", "pattern"],
 )

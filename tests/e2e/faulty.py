@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ MODULE = "tests.e2e.faulty_server"
 class FaultyServer(Server):
     def __init__(self, log: Path, **settings: Any) -> None:
         super().__init__(log, **settings)
-        self._environment["PYTHONPATH"] = str(Path.cwd())  # children find no modules in the current folder
+        # Children find no modules in the current folder.
+        self._environment["PYTHONPATH"] = f"{Path.cwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         self._command = [sys.executable, "-m", MODULE, *self._command[self._command.index("serve") :]]
 
     def engine(self) -> int:

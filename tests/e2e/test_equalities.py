@@ -19,7 +19,7 @@ from tests.e2e.gauges import PREEMPTIONS, PREFIX_HITS, value
 from tests.e2e.server import Server
 from tests.tiny import TinyLlama
 
-BATCH_TOKENS = 120
+BATCH_TOKENS = 160
 STEM = [(3 * i * i + i) % 280 + 10 for i in range(60)]
 
 

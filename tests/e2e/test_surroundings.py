@@ -94,6 +94,7 @@ def test_folders_that_were_cleaned_up_are_made_again(
         os.kill(engine, signal.SIGKILL)
         wait_dead(engine)
         wait_until(lambda: "another one starts" in server.log())
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code != 200)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
         check_answers(server)
         assert [ring.name for ring in records.iterdir()] == ["steps-1.ring"]

@@ -82,6 +82,8 @@ def test_what_is_tokenized_has_an_end(with_server):
             (TOKENIZE, {"prompt": "a" * (longest + 1)}),
             (TOKENIZE, {"messages": [{"role": "user", "content": "a" * (longest + 1)}]}),
             (DETOKENIZE, {"tokens": [5] * (longest + 1)}),
+            (TEXT, {"prompt": "a" * (longest + 1), "truncate_prompt_tokens": 1}),
+            (CHAT, {"messages": [{"role": "user", "content": "a" * (longest + 1)}], "truncate_prompt_tokens": 1}),
         ):
             error = (await server.post(path, **body)).json()["error"]
             assert f"allowed are at most {longest}" in error["message"]

@@ -53,7 +53,6 @@ _SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _NO_REVISION = re.compile(r"\.\.|//|@\{|^[/.-]|/$|[\s\x00-\x1f\x7f~^:?*\[\\]")  # what git allows in no name
 
 log = logging.getLogger(__name__)
-logging.getLogger("huggingface_hub").handlers.clear()  # its own one, which would say all that a log says a second time
 
 
 def fetch(model: HubModel, revision: str, with_weights: bool, console: Console) -> tuple[Path, CheckpointFormat]:
@@ -144,6 +143,7 @@ class _Repo(Struct, frozen=True):
                     (self.snapshot / file).resolve().unlink()  # of the wrong size: the library would take it as it is
             # By the revision's name, which the cache so learns the commit of.
             revision, offline = self.revision or None, bool(self.no_answer)
+            _limit_waits()
             folder = snapshot_download(self.name, revision=revision, allow_patterns=patterns, local_files_only=offline)
         if lacking := [file for file in files if not (Path(folder) / file).is_file()]:
             raise HubError(f"the download of {self.name} ended without {', '.join(lacking)}: start again")
@@ -189,6 +189,8 @@ def _ended_by_ctrl_c(console: Console) -> Iterator[None]:
     """
 
     def end(number: int, _: object) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         console.show_cursor()  # which a spinner may have hidden
         console.line()  # below the progress
         _say(console, "stopped: whole files are kept, start again to go on")
@@ -209,12 +211,13 @@ def _ended_by_ctrl_c(console: Console) -> Iterator[None]:
 
 
 def _look_up(name: str, revision: str, console: Console) -> _Repo:
-    folder = _cached_folder(name, revision)
+    with explained(name, revision):
+        folder = _cached_folder(name, revision)
     patience = threading.Timer(PATIENCE_SECONDS, _say, (console, f"waiting for {constants.ENDPOINT} to list {name}"))
     patience.start()
     try:
         with explained(name, revision):
-            get_session().event_hooks["request"].append(_limit_wait)
+            _limit_waits()
             info = HfApi().model_info(name, revision=revision or None, files_metadata=True)
     except NoAnswerError as error:
         if folder is not None:
@@ -232,8 +235,14 @@ def _look_up(name: str, revision: str, console: Console) -> _Repo:
     return _Repo(name, revision, info.sha or "", sizes, "", console)
 
 
+def _limit_waits() -> None:
+    """The library asks for some answers with no limit. It makes another session after some errors."""
+    hooks = get_session().event_hooks["request"]
+    if _limit_wait not in hooks:
+        hooks.append(_limit_wait)
+
+
 def _limit_wait(request: Any) -> None:
-    """The library asks for some answers with no limit."""
     waits = request.extensions["timeout"]
     request.extensions["timeout"] = {what: limit or ANSWER_SECONDS for what, limit in waits.items()}
 

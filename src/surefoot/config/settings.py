@@ -226,7 +226,8 @@ def load(given: Mapping[str, Any], toml_file: str | None = None) -> Settings:
                 try:
                     values[name] = msgspec.convert(value, hints[name], strict=False)
                 except msgspec.ValidationError:
-                    problems.append(source.problem(name, f"{value!r} is not valid, expected {_allowed(hints[name])}"))
+                    shown = "what is given" if name == "api_key" else repr(value)  # keys are kept out of logs
+                    problems.append(source.problem(name, f"{shown} is not valid, expected {_allowed(hints[name])}"))
     if problems:
         raise SettingsError("\n".join(problems))
     return Settings(**values)
@@ -244,7 +245,7 @@ def _unknown(name: str, value: Any, source: _Source) -> str:
 def _is_of_kubernetes(key: str, value: str) -> bool:
     """Whether the variable is one that pods get for a Service named surefoot."""
     if key == "SUREFOOT_PORT":
-        return value.startswith(("tcp://", "udp://"))
+        return value.startswith(("tcp://", "udp://", "sctp://"))
     return bool(re.match(r"SUREFOOT_(SERVICE|PORT_\d+)_", key))
 
 

@@ -46,4 +46,5 @@ def set_up(level: str, log_format: str, process: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("huggingface_hub").handlers.clear()  # its own one says everything a second time
     logging.captureWarnings(log_format == "json")

@@ -89,9 +89,10 @@ def to_api_error(error: Exception) -> ApiError:
 
 def _validation_error(errors: Sequence[dict[str, Any]]) -> ApiError:
     """Speaks of the first wrong parameter. A union of types gives one error for each type: all are told."""
-    first = errors[0]
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     if first["type"] == "extra_forbidden":
-        param = _place((*first["loc"], first["ctx"]["name"][:MAX_QUOTED_CHARACTERS]))
+        within = _place(first["loc"])
+        param = f"{within}." * bool(within) + first["ctx"]["name"][:MAX_QUOTED_CHARACTERS]
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if len(first["loc"]) < 2:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")

@@ -75,7 +75,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _first_repeated(names: Iterable[str]) -> str:
     seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise ValueError("no name is repeated")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -83,11 +87,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_depth(value: dict[str, Any] | list[Any], room: int) -> None:
-    """Of an object or a list."""
     if room == 0:
         raise _too_deep()
     for item in value.values() if isinstance(value, dict) else value:
-        if item and isinstance(item, dict | list):
+        if isinstance(item, dict | list) and (item or room == 1):
             _check_depth(item, room - 1)
 
 

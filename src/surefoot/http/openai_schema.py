@@ -131,7 +131,7 @@ class Body(BaseModel):
         for name in data:
             if name not in cls.model_fields:
                 raise PydanticCustomError("extra_forbidden", "unknown parameter", {"name": name})
-        return {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -252,9 +252,8 @@ class TextPart(Body):
 def _only_text(content: Any) -> Any:
     """Clients send images and sound, too."""
     for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text":
-            told = {"kind": _as_json(kind)[:100]}
+        if isinstance(part, dict) and part.get("type") != "text":
+            told = {"kind": _as_json(part.get("type"))[:100]}
             raise PydanticCustomError("unsupported_value", "a part of type {kind} is not supported; send text", told)
     return content
 

@@ -13,7 +13,7 @@ from surefoot.frontend.sampling_params import ContextTooLong, ParameterError, Sa
 from surefoot.http.errors import ApiError
 from surefoot.http.metrics import Metrics
 from surefoot.http.openai_schema import ChatMessage, GenerationBody, TemplateOptions
-from surefoot.http.turns import OneLongAtATime
+from surefoot.http.turns import OneLongAtATime, in_turn
 
 LEAST_LONGEST_TEXT = 1 << 20
 
@@ -70,6 +70,12 @@ class Service:
         """Characters that are tokenized at most: a longer prompt cannot fit, and `/tokenize` needs an end too."""
         return max(LEAST_LONGEST_TEXT, self.plan.engine.bounds.max_model_len * self.tokenizer.longest_token)
 
+    def check_length(self, param: str, unit: str, count: int) -> None:
+        """Of a text or a list of ids. Raises ParameterError."""
+        if count > self.longest_text:
+            allowed = f"allowed are at most {self.longest_text}: send them in parts"
+            raise ParameterError(param, f"{param} has {count} {unit}; {allowed}")
+
     def check_fits(self, characters: int, tokens: int, param: str) -> None:
         """Refuses a prompt before it is tokenized if it cannot fit: each token has at most so many characters.
 
@@ -82,9 +88,10 @@ class Service:
                 param, f"the prompt has at least {at_least} tokens and the context of this server holds {longest}"
             )
 
-    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Raises ParameterError."""
-        return await self._texts.in_turn(len(text), lambda: self._encode(text, "prompt", add_special_tokens))
+    async def text_ids(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+        """`param`: what the text comes from. Raises ParameterError."""
+        self.check_length(param, "characters", len(text))
+        return await self._texts.in_turn(len(text), lambda: self._encode(text, param, add_special_tokens))
 
     async def chat_ids(
         self, messages: Sequence[ChatMessage], options: TemplateOptions, add_special_tokens: bool
@@ -92,14 +99,15 @@ class Service:
         """Raises ParameterError, ChatTemplateError."""
         plain = [message.for_template() for message in messages]
 
-        def encode() -> list[int]:
+        def render() -> str:
             beginning = options.add_generation_prompt
             text = self.tokenizer.apply_chat_template(plain, beginning, options.chat_template_kwargs)
             if options.continue_final_message:
                 text = _cut_after(text, plain[-1]["content"])
-            return self._encode(text, "messages", add_special_tokens)
+            return text
 
-        return await self._texts.in_turn(sum(len(message["content"]) for message in plain), encode)
+        size = len(str(plain)) + len(str(options.chat_template_kwargs))
+        return await self.text_ids(await in_turn(size, render), add_special_tokens, "messages")
 
     def outputs(self, prompt_ids: Sequence[int], params: SamplingParams, body: GenerationBody) -> list[Output]:
         """The `body.n` sequences of one prompt. Without a seed of the user, each draws its own noise."""

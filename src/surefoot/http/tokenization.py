@@ -34,7 +34,7 @@ def tokenization_router(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model or service.plan.engine.served_model_name)
-        _check_length("tokens", "ids", len(body.tokens), service.longest_text)
+        service.check_length("tokens", "ids", len(body.tokens))
         check_ids("tokens", body.tokens, service.plan.engine.model.vocab_size)
         prompt = await in_turn(
             len(body.tokens), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
@@ -50,11 +50,8 @@ async def _ids(service: Service, body: TokenizeBody) -> list[int]:
         case str(prompt), None, add_special_tokens:
             if unread := sorted(body.model_fields_set & TemplateOptions.model_fields.keys()):
                 raise ParameterError(unread[0], f"{unread[0]} means something with messages, not with a prompt")
-            _check_length("prompt", "characters", len(prompt), service.longest_text)
             return await service.text_ids(prompt, add_special_tokens is not False)
         case None, list(messages), add_special_tokens:
-            characters = sum(len(message.text) for message in messages)
-            _check_length("messages", "characters", characters, service.longest_text)
             return await service.chat_ids(messages, body, add_special_tokens is True)
         case _:
             raise ParameterError("prompt", "send either prompt or messages")
@@ -67,8 +64,3 @@ def _told(service: Service, body: TokenizeBody, ids: list[int]) -> dict[str, Any
         "tokens": ids,
         "token_strs": [service.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
     }
-
-
-def _check_length(param: str, unit: str, count: int, most: int) -> None:
-    if count > most:
-        raise ParameterError(param, f"{param} has {count} {unit}; allowed are at most {most}: send them in parts")

@@ -65,7 +65,7 @@ def serve(settings: Settings, console: Console) -> int:
         return _serve(settings, console)
     try:
         return _serve(settings, Console(quiet=True))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         log.error("%s", error)
         return EXIT_CANNOT_START
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from contextlib import suppress
 
 OWN_FILES = 64  # of a process without any connection, with room to spare
 
@@ -13,7 +14,8 @@ log = logging.getLogger("surefoot.launch")
 def raise_file_limit(num_requests: int) -> None:
     """As far as is allowed; children inherit it. Warns if not so many requests can have a connection each."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(ValueError, OSError):  # some sandboxes allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < num_requests + OWN_FILES:
         log.warning(
             "a process may open %d files here (ulimit -Hn): too few for the connections of %d running and waiting "

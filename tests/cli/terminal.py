@@ -84,10 +84,11 @@ class Terminal:
         return seen + text
 
     def interrupt(self, answer: str) -> None:
-        """Ctrl-C until it is answered: Python sees one that comes just before it waits for a key with the next one."""
-        for _ in range(int(SECONDS)):
-            self.type("\x03")
-            self._read(1.0)
+        """Ctrl-C until it is answered. One that another thread gets, as while readline draws, Python sees only when the
+        line ends."""
+        for key in ("\x03", "\x03", "\n"):
+            self.type(key)
+            self._read(2.0)
             if answer in self._unread:
                 break
         self.until(answer)

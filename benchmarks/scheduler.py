@@ -15,7 +15,7 @@ from time import perf_counter
 from record import append
 
 from surefoot.config.bounds import Bounds, KVGroup, pages_for
-from surefoot.protocol.messages import NO_LOGPROBS, GenerateRequest, Sampling, Submit
+from surefoot.protocol.messages import GREEDY, NO_LOGPROBS, GenerateRequest, Submit
 from surefoot.protocol.step_plan import StepDone, StepPlan
 from surefoot.scheduler.scheduler import Scheduler
 
@@ -39,17 +39,7 @@ def make_request(request_id: int, prompt: tuple[int, ...], new_tokens: int) -> G
         max_new_tokens=new_tokens,
         min_new_tokens=0,
         stop_ids=(1, 2),
-        sampling=Sampling(
-            temperature=0,
-            top_k=0,
-            top_p=1,
-            min_p=0,
-            repetition_penalty=1,
-            presence_penalty=0,
-            frequency_penalty=0,
-            logit_bias=(),
-            seed=0,
-        ),
+        sampling=GREEDY,
         logprobs=NO_LOGPROBS,
         prompt_logprobs=NO_LOGPROBS,
         cache_namespace="",

@@ -20,9 +20,9 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class TinyLlama:
-    path: Path
-    model: LlamaForCausalLM  # fp32, on the CPU
+class TinyModel:
+    path: Path  # a directory, or a .gguf file
+    model: Any  # of transformers: fp32, on the CPU
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """What transformers computes: [tokens, vocab]."""
@@ -34,6 +34,10 @@ class TinyLlama:
         for _ in range(count):
             out.append(int(self.logits(out)[-1].argmax()))
         return out[len(token_ids) :]
+
+
+class TinyLlama(TinyModel):
+    """Of the plainest family, for tests that are about no family."""
 
 
 def write_tokenizer(directory: Path) -> Tokenizer:

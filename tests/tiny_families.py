@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.tiny import CHAT_TEMPLATE, write_tokenizer
+from tests.tiny import CHAT_TEMPLATE, TinyModel, write_tokenizer
 
 WINDOW = 20  # more than a page, and no multiple of one
 
@@ -60,21 +60,8 @@ FAMILIES = tuple(_CLASSES)
 
 
 @dataclass(frozen=True)
-class Tiny:
+class Tiny(TinyModel):
     family: str
-    path: Path  # a directory, or a .gguf file
-    model: Any  # of transformers: fp32, on the CPU
-
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """What transformers computes: [tokens, vocab]."""
-        with torch.inference_mode():
-            return self.model(torch.tensor([token_ids])).logits[0].float()
-
-    def greedy(self, token_ids: list[int], count: int) -> list[int]:
-        out = list(token_ids)
-        for _ in range(count):
-            out.append(int(self.logits(out)[-1].argmax()))
-        return out[len(token_ids) :]
 
 
 def write_tiny(family: str, directory: Path, max_shard_size: str = "5GB", **changes: Any) -> Tiny:
@@ -82,7 +69,7 @@ def write_tiny(family: str, directory: Path, max_shard_size: str = "5GB", **chan
     config_class, model_class, settings = _CLASSES[family]
     vocab_size = write_tokenizer(directory).get_vocab_size()
     config = config_class(**(_SIZES | settings | {"vocab_size": vocab_size} | changes))
-    tiny = Tiny(family, directory, random_model(model_class, config))
+    tiny = Tiny(directory, random_model(model_class, config), family)
     tiny.model.save_pretrained(directory, max_shard_size=max_shard_size)
     return tiny
 
@@ -102,7 +89,7 @@ def write_tiny_gemma3_with_vision(directory: Path, **changes: Any) -> Tiny:
     config = transformers.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=300, eos_token_id=2
     )
-    tiny = Tiny("gemma3", directory, random_model(transformers.Gemma3ForConditionalGeneration, config))
+    tiny = Tiny(directory, random_model(transformers.Gemma3ForConditionalGeneration, config), "gemma3")
     tiny.model.save_pretrained(directory)
     return tiny
 
@@ -157,7 +144,7 @@ def write_tiny_gguf(tiny: Tiny, path: Path, metadata: dict[str, Any] | None = No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Tiny(tiny.family, path, tiny.model)
+    return Tiny(path, tiny.model, tiny.family)
 
 
 def _write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:

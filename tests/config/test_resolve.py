@@ -12,11 +12,12 @@ from surefoot.config.engine_plan import CheckpointRef, EnginePlan
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import LayerKind, ModelSpec, NoRopeScaling, Rope
 from surefoot.config.resolve import PlanError, resolve
+from tests.config.specs import SPEC
 
 GIB = 2**30
 ROPE = Rope(100000.0, NoRopeScaling(), 64)
-SMOLLM2 = ModelSpec(
-    family="llama",
+SMOLLM2 = msgspec.structs.replace(
+    SPEC,
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,
@@ -25,19 +26,9 @@ SMOLLM2 = ModelSpec(
     head_dim=64,
     layer_kinds=(LayerKind(0, ROPE),),
     layers=(0,) * 30,
-    norm_eps=1e-5,
     max_context=8192,
     tied_embeddings=True,
-    activation="silu",
-    qkv_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    post_norms=False,
-    embedding_scale=1.0,
     attention_scale=64**-0.5,
-    attention_softcap=0.0,
-    logits_softcap=0.0,
 )
 DESKTOP = HardwareSpec(
     machine="x86_64", cpu_name="a desktop", cpu_features=("avx2", "fma", "f16c"), num_cpus=8, memory_available=16 * GIB

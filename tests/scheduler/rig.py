@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from surefoot.config.bounds import Bounds, KVGroup
 from surefoot.protocol.messages import (
+    GREEDY,
     NO_LOGPROBS,
     Abort,
     Event,
     Finished,
     GenerateRequest,
     Logprobs,
-    Sampling,
     Submit,
     TokenBatch,
 )
@@ -35,18 +35,7 @@ BOUNDS = Bounds(
     count_rows=2,
     logits_rows=4,
 )
-SAMPLING = Sampling(
-    temperature=0,
-    top_k=0,
-    top_p=1,
-    min_p=0,
-    repetition_penalty=1,
-    presence_penalty=0,
-    frequency_penalty=0,
-    logit_bias=(),
-    seed=0,
-)
-PENALISED = replace(SAMPLING, frequency_penalty=0.5)
+PENALISED = replace(GREEDY, frequency_penalty=0.5)
 
 
 def make_request(request_id: int, prompt: tuple[int, ...], new: int = 4, **changes: Any) -> GenerateRequest:
@@ -58,7 +47,7 @@ def make_request(request_id: int, prompt: tuple[int, ...], new: int = 4, **chang
         max_new_tokens=new,
         min_new_tokens=0,
         stop_ids=(),
-        sampling=SAMPLING,
+        sampling=GREEDY,
         logprobs=NO_LOGPROBS,
         prompt_logprobs=NO_LOGPROBS,
         cache_namespace="",

@@ -9,10 +9,10 @@ from random import Random
 from msgspec.structs import replace
 
 from surefoot.config.bounds import Bounds, KVGroup, held_pages
-from surefoot.protocol.messages import NO_LOGPROBS, GenerateRequest
+from surefoot.protocol.messages import GREEDY, NO_LOGPROBS, GenerateRequest
 
 from .fake_device import VOCAB, Faults
-from .rig import PENALISED, SAMPLING
+from .rig import PENALISED
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def make_request(random: Random, request_id: int, traits: Traits, bounds: Bounds
     max_new = random.randint(1, bounds.max_model_len - len(prompt))
     if random.random() < 0.05:
         prompt, max_new = random.choice((((), 1), (prompt, 0), (prompt, bounds.max_model_len), ((-1,), 1)))
-    sampling = PENALISED if random.random() < traits.penalties else SAMPLING
+    sampling = PENALISED if random.random() < traits.penalties else GREEDY
     return GenerateRequest(
         id=request_id,
         group_id=request_id,

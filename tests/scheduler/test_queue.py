@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from surefoot.protocol.messages import Accepted, RefusalCause, Refused
+from surefoot.protocol.messages import GREEDY, Accepted, RefusalCause, Refused
 from surefoot.protocol.step_plan import NO_COUNT_ROW
 from surefoot.scheduler.request import MAX_LOGPROBS
 
 from .fake_device import continuation
-from .rig import PENALISED, SAMPLING, Rig, bounds, make_request
+from .rig import PENALISED, Rig, bounds, make_request
 
 PROMPT = tuple(range(1, 23))  # five pages of four tokens, and two tokens
 
@@ -110,7 +110,7 @@ def sibling(request_id: int, **changes: Any) -> Any:
 def test_siblings_wait_for_the_prompt_of_the_first_and_share_it(lookahead: int) -> None:
     rig = Rig(bounds(chunked_prefill_size=16))
     for i in range(3):
-        rig.submit(sibling(i, sampling=replace(SAMPLING, seed=i)))
+        rig.submit(sibling(i, sampling=replace(GREEDY, seed=i)))
     rig.add(7, PROMPT[::-1])
     first, second = rig.step(), rig.step()
     assert [row.request_id for row in first.prefill + second.prefill] == [0, 0, 7]
@@ -225,9 +225,9 @@ def test_an_engine_without_count_rows_refuses_penalties() -> None:
         ({"group_id": -1}, "group_id holds -1"),
         ({"id": 2**64}, "id holds 18446744073709551616"),
         ({"stop_ids": (3, -3)}, "stop_ids holds -3"),
-        ({"sampling": replace(SAMPLING, top_k=2**31)}, "top_k holds 2147483648"),
-        ({"sampling": replace(SAMPLING, seed=-1)}, "seed holds -1"),
-        ({"sampling": replace(SAMPLING, logit_bias=((5, 1.0), (2**31, 1.0)))}, "logit_bias holds 2147483648"),
+        ({"sampling": replace(GREEDY, top_k=2**31)}, "top_k holds 2147483648"),
+        ({"sampling": replace(GREEDY, seed=-1)}, "seed holds -1"),
+        ({"sampling": replace(GREEDY, logit_bias=((5, 1.0), (2**31, 1.0)))}, "logit_bias holds 2147483648"),
     ],
     ids=str,
 )
@@ -241,7 +241,7 @@ def test_integers_out_of_range_are_refused(changes: dict[str, Any], detail: str)
 
 def test_integers_at_their_limits_are_served() -> None:
     rig = Rig()
-    sampling = replace(SAMPLING, top_k=2**31 - 1, seed=2**63 - 1, logit_bias=((2**31 - 1, -100.0),))
+    sampling = replace(GREEDY, top_k=2**31 - 1, seed=2**63 - 1, logit_bias=((2**31 - 1, -100.0),))
     limits: dict[str, Any] = {"logprobs": MAX_LOGPROBS, "priority": -(2**63 - 1), "stop_ids": (2**31 - 1,)}
     request = make_request(2**63 - 1, PROMPT, sampling=sampling, **limits)
     assert rig.submit(request) == Accepted(request.id)

@@ -106,7 +106,8 @@ class Service:
                 text = _cut_after(text, plain[-1]["content"])
             return text
 
-        size = len(str(plain)) + len(str(options.chat_template_kwargs))
+        size = sum(len(text) for message in plain for text in message.values())
+        size += len(str(options.chat_template_kwargs))
         return await self.text_ids(await in_turn(size, render), add_special_tokens, "messages")
 
     def outputs(self, prompt_ids: Sequence[int], params: SamplingParams, body: GenerationBody) -> list[Output]:

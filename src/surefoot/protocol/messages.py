@@ -39,6 +39,17 @@ class Sampling(Struct, frozen=True, array_like=True):
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
+GREEDY = Sampling(
+    temperature=0,
+    top_k=0,
+    top_p=1,
+    min_p=0,
+    repetition_penalty=1,
+    presence_penalty=0,
+    frequency_penalty=0,
+    logit_bias=(),
+    seed=0,
+)
 NO_LOGPROBS = -1
 
 

@@ -9,24 +9,14 @@ import torch
 from torch import Tensor
 
 from surefoot.config.bounds import Bounds
-from surefoot.protocol.messages import NO_LOGPROBS, Sampling
+from surefoot.protocol.messages import GREEDY, NO_LOGPROBS
 from surefoot.protocol.step_plan import NO_COUNT_ROW, NO_PAGE, Admission, StepPlan
 from surefoot.runner.token_counts import TokenCounts
 
 NO_OWNER = Admission(
     slot=-1,
     request_id=-1,
-    sampling=Sampling(
-        temperature=0,
-        top_k=0,
-        top_p=1,
-        min_p=0,
-        repetition_penalty=1,
-        presence_penalty=0,
-        frequency_penalty=0,
-        logit_bias=(),
-        seed=0,
-    ),
+    sampling=GREEDY,
     stop_ids=(),
     min_tokens=0,
     logprobs=NO_LOGPROBS,

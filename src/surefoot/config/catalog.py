@@ -17,10 +17,16 @@ class AttentionBackendDecl(Struct, frozen=True):
     devices: tuple[str, ...]
     kv_layouts: tuple[str, ...]
     dtypes: tuple[str, ...]
+    reads_unseen: bool  # it reads places that no token sees, with weight 0: they must not hold NaN
 
 
 ATTENTION_BACKENDS = {
-    "torch": AttentionBackendDecl(name="torch", devices=("cpu",), kv_layouts=("kv_pages",), dtypes=("float32",)),
+    "torch": AttentionBackendDecl(
+        name="torch", devices=("cpu",), kv_layouts=("kv_pages",), dtypes=("float32",), reads_unseen=True
+    ),
+    "native": AttentionBackendDecl(
+        name="native", devices=("cpu",), kv_layouts=("kv_pages",), dtypes=("float32",), reads_unseen=False
+    ),
 }
 
 

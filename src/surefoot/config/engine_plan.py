@@ -12,7 +12,7 @@ from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import ModelSpec
 
 LoadFormat = Literal["checkpoint", "dummy"]
-LinearKernel = Literal["fp16_packed", "dense"]
+LinearKernel = Literal["native", "fp16_packed", "dense"]
 
 
 class CheckpointRef(Struct, frozen=True):
@@ -36,6 +36,14 @@ class KVLayout(Struct, frozen=True):
     bytes_per_token: tuple[int, ...]  # over all layers of a KV group, for each group
 
 
+class NativeKernels(Struct, frozen=True):
+    """What a plan must know of the native kernels and of what they would hold."""
+
+    library: str  # path of the library that was compiled for this machine; empty: there is none
+    problem: str  # why there is none
+    stored_bytes: int  # of the checkpoint's matrices if those stay quantised that kernels read; 0: none is quantised
+
+
 class EnginePlan(Struct, frozen=True):
     checkpoint: CheckpointRef
     load_format: LoadFormat
@@ -45,9 +53,11 @@ class EnginePlan(Struct, frozen=True):
     device: Literal["cpu"]
     num_threads: int
     dtype: str  # of activations: name of a torch dtype
-    weight_dtype: str  # in which matrices are held
+    weight_dtype: str  # in which matrices are held; "stored": as the checkpoint has them, where a kernel reads that
+    weight_bytes: int  # of all matrices
     linear_kernel: LinearKernel
     attention_backend: str  # key of config.catalog.ATTENTION_BACKENDS
+    native_library: str  # path of the compiled kernels; empty if torch's compute
     kv_layout: KVLayout
     bounds: Bounds
     prefix_cache: bool

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from surefoot.config.engine_plan import EnginePlan
-from surefoot.config.resolve import COUNT_BYTES, SAMPLING_BYTES, activation_bytes, weight_bytes
+from surefoot.config.resolve import COUNT_BYTES, SAMPLING_BYTES, activation_bytes
 
 
 class LedgerLine(Struct, frozen=True):
@@ -27,7 +27,7 @@ def _lines(plan: EnginePlan) -> Iterator[LedgerLine]:
     model, bounds = plan.model, plan.bounds
     yield LedgerLine(
         "weights",
-        weight_bytes(model, plan.weight_dtype, plan.linear_kernel),
+        plan.weight_bytes,
         f"matrices of {model.num_layers} layers, embedding and head, in {plan.weight_dtype}",
     )
     for group, per_token in zip(bounds.kv_groups, plan.kv_layout.bytes_per_token, strict=True):

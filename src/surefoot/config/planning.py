@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rich.console import Console
 
-from surefoot.checkpoint.default_model import fetch_default_model
+from surefoot.checkpoint.default_model import DEFAULT_CACHE_DIR, fetch_default_model
 from surefoot.checkpoint.errors import CheckpointError
+from surefoot.checkpoint.gguf import GGMLType, GGUFFile
 from surefoot.checkpoint.locate import HubModel, locate
 from surefoot.config import hardware
-from surefoot.config.engine_plan import CheckpointRef, EnginePlan
+from surefoot.config.engine_plan import CheckpointRef, EnginePlan, NativeKernels
 from surefoot.config.model_readers import read_model_spec
 from surefoot.config.resolve import resolve
 from surefoot.config.settings import Settings
+from surefoot.native.library import NativeError, ensure
 
 DEFAULT_MODEL = "default"
+NATIVE_FOLDER = DEFAULT_CACHE_DIR.parent / "kernels"
+NATIVE_BLOCK_BYTES = {GGMLType.Q4_0: 20, GGMLType.Q4_1: 20, GGMLType.Q8_0: 34}  # as the kernels hold them
 
 
 def plan_engine(settings: Settings, console: Console, fetch_weights: bool = True) -> EnginePlan:
@@ -24,7 +29,36 @@ def plan_engine(settings: Settings, console: Console, fetch_weights: bool = True
     Raises CheckpointError or PlanError, both ValueErrors with a way out.
     """
     checkpoint = _find_checkpoint(settings, console, fetch_weights and settings.load_format == "checkpoint")
-    return resolve(settings, checkpoint, read_model_spec(checkpoint), hardware.probe())
+    return resolve(
+        settings, checkpoint, read_model_spec(checkpoint), hardware.probe(), _native(settings, checkpoint, console)
+    )
+
+
+def _native(settings: Settings, checkpoint: CheckpointRef, console: Console) -> NativeKernels:
+    """Compiles the native kernels if they may be used and are not there."""
+    stored = settings.load_format == "checkpoint" and checkpoint.format == "gguf"
+    stored_bytes = stored_matrix_bytes(GGUFFile.open(Path(checkpoint.path))) if stored else 0
+    if settings.cpu_kernels == "torch":
+        return NativeKernels("", "--cpu-kernels torch", stored_bytes)
+    try:
+        library = ensure(settings.c_compiler, NATIVE_FOLDER, console.print)
+    except NativeError as error:
+        return NativeKernels("", str(error), stored_bytes)
+    return NativeKernels(str(library), "", stored_bytes)
+
+
+def stored_matrix_bytes(file: GGUFFile) -> int:
+    """Of all matrices, if those stay quantised whose format native kernels read, and the others become float16.
+    0 if none stays."""
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 2]
+    if not any(tensor.type in NATIVE_BLOCK_BYTES for tensor in matrices):
+        return 0
+    return sum(
+        math.prod(tensor.shape) * NATIVE_BLOCK_BYTES[tensor.type] // tensor.type.block_elements
+        if tensor.type in NATIVE_BLOCK_BYTES
+        else 2 * math.prod(tensor.shape)
+        for tensor in matrices
+    )
 
 
 def _find_checkpoint(settings: Settings, console: Console, fetch_weights: bool) -> CheckpointRef:

@@ -13,7 +13,15 @@ from msgspec import Struct
 from surefoot.checkpoint.locate import HubModel
 from surefoot.config.bounds import Bounds, KVGroup, held_pages
 from surefoot.config.catalog import ATTENTION_BACKENDS, DTYPE_BYTES, FAMILIES, kv_pages_layout
-from surefoot.config.engine_plan import CheckpointRef, EnginePlan, KVLayout, LinearKernel, Reason, ServerPlan
+from surefoot.config.engine_plan import (
+    CheckpointRef,
+    EnginePlan,
+    KVLayout,
+    LinearKernel,
+    NativeKernels,
+    Reason,
+    ServerPlan,
+)
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import ModelSpec, context_conflict, for_context
 from surefoot.config.settings import OF_SERVER, Settings, in_words
@@ -66,7 +74,13 @@ def given(settings: Settings, names: Container[str]) -> Iterator[Reason]:
             yield Reason(field.name, in_words(value), "default" if value == field.default else ASKED_FOR)
 
 
-def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, hardware: HardwareSpec) -> EnginePlan:
+def resolve(
+    settings: Settings,
+    checkpoint: CheckpointRef,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    native: NativeKernels,
+) -> EnginePlan:
     """Raises PlanError."""
     choices = _Choices()
     choose = choices.choose
@@ -75,9 +89,11 @@ def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, har
     )
     device = choose("device", settings.device, "cpu", "the only one implemented")
     dtype = choose("dtype", settings.dtype, "float32", "CPUs compute in it, and rounding activations changes answers")
-    weight_dtype = choose("weight_dtype", settings.weight_dtype, *_weight_dtype(hardware))
+    kernels = choose("cpu_kernels", settings.cpu_kernels, *_cpu_kernels(native))
+    weight_dtype = choose("weight_dtype", settings.weight_dtype, *_weight_dtype(kernels, native, hardware))
     linear_kernel: LinearKernel = "fp16_packed" if weight_dtype == "float16" else "dense"
-    backend = choose("attention_backend", settings.attention_backend, "torch", "the portable one")
+    if kernels == "native":
+        linear_kernel = "native"
     threads = choose("threads", settings.threads, hardware.num_cpus, "CPUs that this process may use")
     lookahead = choose("lookahead", settings.lookahead, 1, "planning and sending overlap with the step")
     fraction = choose("mem_fraction", settings.mem_fraction, CPU_MEM_FRACTION, "leaves room for other programs")
@@ -90,7 +106,7 @@ def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, har
     pages = _Pages(model, layout, page_size, chunk, longest)
     memory = _Memory(
         budget=int(hardware.memory_available * fraction),
-        weights=weight_bytes(model, weight_dtype, linear_kernel),
+        weights=weight_bytes(model, weight_dtype, linear_kernel, native.stored_bytes),
         activations=chunk * activation_bytes(model, longest),
         sampling_row=model.vocab_size * SAMPLING_BYTES,
         count_row=model.vocab_size * COUNT_BYTES,
@@ -108,8 +124,10 @@ def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, har
         num_threads=threads,
         dtype=dtype,
         weight_dtype=weight_dtype,
+        weight_bytes=memory.weights,
         linear_kernel=linear_kernel,
-        attention_backend=backend,
+        attention_backend=kernels,
+        native_library=native.library if kernels == "native" else "",
         kv_layout=layout,
         bounds=bounds,
         prefix_cache=not settings.disable_prefix_cache,
@@ -117,7 +135,7 @@ def resolve(settings: Settings, checkpoint: CheckpointRef, model: ModelSpec, har
         seed=settings.seed,
         reasons=(*choices.reasons, *given(settings, undecided)),
     )
-    if conflicts := [*_conflicts(plan), *_memory_conflicts(settings, bounds, memory, pages)]:
+    if conflicts := [*_conflicts(plan, native), *_memory_conflicts(settings, bounds, memory, pages)]:
         raise PlanError(conflicts)
     return plan
 
@@ -140,15 +158,29 @@ def _has_fp16_kernel(hardware: HardwareSpec) -> bool:
     return hardware.machine == "x86_64" and {"avx2", "fma", "f16c"} <= set(hardware.cpu_features)
 
 
-def _weight_dtype(hardware: HardwareSpec) -> tuple[Literal["float16", "float32"], str]:
+def _cpu_kernels(native: NativeKernels) -> tuple[Literal["native", "torch"], str]:
+    if native.library:
+        return "native", "compiled for this CPU and tested"
+    return "torch", f"the native ones cannot be used: {native.problem}"
+
+
+def _weight_dtype(
+    kernels: Literal["native", "torch"], native: NativeKernels, hardware: HardwareSpec
+) -> tuple[Literal["stored", "float16", "float32"], str]:
+    if kernels == "native" and native.stored_bytes:
+        return "stored", "fewest bytes to read; activations and sums stay float32"
+    if kernels == "native":
+        return "float16", "half the bytes; activations and sums stay float32"
     if _has_fp16_kernel(hardware):
         return "float16", "this CPU has AVX2 and F16C: half the bytes, activations and sums stay float32"
     return "float32", "float16 weights need AVX2 and F16C, which this CPU lacks"
 
 
-def weight_bytes(model: ModelSpec, weight_dtype: str, linear_kernel: LinearKernel) -> int:
-    # The packed head is a copy of the embedding that rows are looked up in.
-    tables = 1 if model.tied_embeddings and linear_kernel == "dense" else 2
+def weight_bytes(model: ModelSpec, weight_dtype: str, linear_kernel: LinearKernel, stored_bytes: int) -> int:
+    if weight_dtype == "stored":
+        return stored_bytes
+    # FBGEMM's packed head is a copy of the embedding that rows are looked up in.
+    tables = 1 if model.tied_embeddings and linear_kernel != "fp16_packed" else 2
     elements = model.num_linear_weights + tables * model.vocab_size * model.hidden_size
     return elements * DTYPE_BYTES[weight_dtype]
 
@@ -272,12 +304,18 @@ def _expected_requests(settings: Settings, memory: _Memory, pages: _Pages) -> in
     return max(1, fitting)
 
 
-def _conflicts(plan: EnginePlan) -> Iterator[str]:
+def _conflicts(plan: EnginePlan, native: NativeKernels) -> Iterator[str]:
     """All but those about memory."""
     bounds, hardware = plan.bounds, plan.hardware
     if plan.model.family not in FAMILIES:
         yield f"the model family {plan.model.family!r} is not implemented; there is {', '.join(FAMILIES)}"
-    if plan.weight_dtype == "float16" and not _has_fp16_kernel(hardware):
+    if plan.linear_kernel == "native" and not native.library:
+        yield f"--cpu-kernels native: {native.problem}"
+    if plan.weight_dtype == "stored" and plan.linear_kernel != "native":
+        yield "--weight-dtype stored needs --cpu-kernels native: use float16 or float32"
+    elif plan.weight_dtype == "stored" and not native.stored_bytes:
+        yield "--weight-dtype stored: no matrix of this checkpoint is in Q4_0, Q4_1 or Q8_0: use float16 or float32"
+    if plan.linear_kernel == "fp16_packed" and not _has_fp16_kernel(hardware):
         yield f"--weight-dtype float16 needs an x86 CPU with AVX2 and F16C, this is {hardware.cpu_name}: use float32"
     backend, layout = ATTENTION_BACKENDS[plan.attention_backend], plan.kv_layout
     if (

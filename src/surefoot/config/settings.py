@@ -30,7 +30,8 @@ GROUPS = {
         "device",
         "dtype",
         "weight_dtype",
-        "attention_backend",
+        "cpu_kernels",
+        "c_compiler",
         "threads",
         "lookahead",
         "disable_prefix_cache",
@@ -105,9 +106,13 @@ class Settings(Struct, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu"], _help("where the model runs")] = "auto"
     dtype: Annotated[Literal["auto", "float32"], _help("number format of activations and KV cache")] = "auto"
     weight_dtype: Annotated[
-        Literal["auto", "float32", "float16"], _help("number format in which matrices are held")
+        Literal["auto", "float32", "float16", "stored"],
+        _help("number format in which matrices are held; 'stored' is the file's own, where a native kernel reads it"),
     ] = "auto"
-    attention_backend: Annotated[Literal["auto", "torch"], _help("implementation of attention")] = "auto"
+    cpu_kernels: Annotated[
+        Literal["auto", "native", "torch"], _help("what computes on a CPU: C compiled for this machine, or torch")
+    ] = "auto"
+    c_compiler: Annotated[str, _help("command that compiles native kernels; empty looks for cc, gcc, clang")] = ""
     threads: Annotated[AutoPositive, _help("CPU threads of the engine")] = "auto"
     max_model_len: Annotated[AutoPositive, _help("longest sequence of prompt and output, in tokens")] = "auto"
     max_running_requests: Annotated[AutoPositive, _help("requests that may run at once")] = "auto"

@@ -25,14 +25,14 @@ class Rotary:
     """The rotation of all layers that have the same `Rope`."""
 
     def __init__(self, rope: Rope) -> None:
-        self._inverse_frequencies = inverse_frequencies(rope)
-        self._magnitude = 1.0
+        self.inverse_frequencies = inverse_frequencies(rope)
+        self.magnitude = 1.0
         if isinstance(rope.scaling, YarnRopeScaling | FactorsRopeScaling):
-            self._magnitude = rope.scaling.attention_factor
+            self.magnitude = rope.scaling.attention_factor
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [tokens] int64. Returns what kernels.rotary.apply_rotary takes."""
-        return rotary_tables(positions, self._inverse_frequencies, self._magnitude)
+        return rotary_tables(positions, self.inverse_frequencies, self.magnitude)
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from surefoot.config.model_spec import ModelSpec
@@ -59,9 +61,23 @@ class WeightRules:
         return name
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix of quantised rows, as GGUF stores them."""
+
+    format: Literal["q4_1", "q8_0"]
+    rows: npt.NDArray[np.uint8]  # [out, bytes of a row]
+    inputs: int
+
+
 class WeightSource(Protocol):
+    """Each parameter is taken once."""
+
     def take(self, parameter: str) -> Tensor:
-        """The parameter in fp32, as its rule says. Each is taken once."""
+        """The parameter in fp32, as its rule says."""
+
+    def take_stored(self, parameter: str) -> Blocks | Tensor:
+        """The same, but quantised if all its sources are, all in one format of `Blocks` or a special case of it."""
 
 
 class WeightNamesError(ValueError):

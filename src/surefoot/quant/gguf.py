@@ -60,6 +60,17 @@ def dequantize(raw: Bytes, type_: GGMLType, shape: tuple[int, ...]) -> torch.Ten
     return torch.from_numpy(values)
 
 
+def q4_1_of_q4_0(rows: Bytes) -> Bytes:
+    """The same numbers in Q4_1: (q - 8) * d = q * d + m with m = -8 d, which a 16-bit float holds exactly.
+
+    rows: [out, bytes of a row].
+    """
+    blocks = rows.reshape(-1, GGMLType.Q4_0.block_bytes)
+    d = np.ascontiguousarray(blocks[:, :2])
+    m = (d.view("<f2") * np.float16(-8)).view(np.uint8)
+    return np.concatenate((d, m, blocks[:, 2:]), axis=1).reshape(len(rows), -1)
+
+
 # ---- Plain floats ----------------------------------------------------------------------------------------------------
 
 

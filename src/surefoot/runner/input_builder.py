@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from surefoot.attention.backend import AttentionBackend
 from surefoot.attention.forward_inputs import ForwardInputs, Metadata, PrefillSpan, Rows
 from surefoot.config.bounds import Bounds
 from surefoot.protocol.step_plan import StepPlan
@@ -50,9 +51,9 @@ def new_pages(plan: StepPlan, group: int, page_size: int) -> list[int]:
 
 
 def build(
-    plan: StepPlan, table: RequestTable, page_size: int, backend: AttentionBackend[Metadata]
+    plan: StepPlan, table: RequestTable, page_size: int, make_metadata: Callable[[Rows, Tensor], Metadata]
 ) -> ForwardInputs[Metadata]:
-    """The table must have applied `plan` already."""
+    """The table must have applied `plan` already. make_metadata: of the attention backend."""
     decode_slots = torch.tensor(plan.decode_slots, dtype=torch.int64)
     token_ids = [table.last_token[decode_slots]]
     slots = [decode_slots]
@@ -74,5 +75,5 @@ def build(
         positions=position,
         places=pages * page_size + position % page_size,
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
-        attention=backend.make(rows_of(plan), table.page_tables),
+        attention=make_metadata(rows_of(plan), table.page_tables),
     )

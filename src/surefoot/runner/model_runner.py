@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from surefoot.attention.forward_inputs import AttentionMetadata, ForwardInputs, Rows
 from surefoot.attention.kv_cache import KVCache
+from surefoot.attention.native_backend import native_metadata
 from surefoot.attention.torch_backend import TorchBackend
+from surefoot.config.catalog import ATTENTION_BACKENDS
 from surefoot.config.engine_plan import EnginePlan
 from surefoot.config.paths import ExecutionPath, LogprobsKind, PrefixRegime, StepKind
 from surefoot.layers.linear import LinearScheme
 from surefoot.models.decoder import Decoder
+from surefoot.models.native_decoder import NativeDecoder
+from surefoot.native.kernels import Kernels
 from surefoot.protocol.step_plan import StepDone, StepPlan
 from surefoot.runner import input_builder
 from surefoot.runner.logprobs import output_logprobs, prompt_logprobs
@@ -21,6 +28,32 @@ from surefoot.runner.sampler import SamplingRows, sample
 from surefoot.runner.weight_loader import open_weights
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Model(Protocol):
+    """See models.decoder.Decoder."""
+
+    def forward(self, inputs: ForwardInputs[Any], kv: KVCache) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def _model(
+    plan: EnginePlan, kv: KVCache, progress: Callable[[int, int], None]
+) -> tuple[Model, Callable[[Rows, Tensor], AttentionMetadata]]:
+    """The model that the plan names, and what makes its attention's record of a step."""
+    weights = open_weights(plan, progress)
+    if plan.native_library:
+        library = Kernels(Path(plan.native_library), plan.num_threads)
+        most_tokens = plan.bounds.chunked_prefill_size + plan.bounds.max_running_requests
+        page_size = plan.bounds.page_size
+        return NativeDecoder(
+            plan.model, weights, plan.weight_dtype, kv, page_size, most_tokens, library
+        ), native_metadata
+    dtype = TORCH_DTYPES[plan.dtype]
+    backend = TorchBackend(plan.bounds.page_size, plan.bounds.kv_groups, dtype)
+    scheme = LinearScheme(plan.linear_kernel, TORCH_DTYPES[plan.weight_dtype])
+    return Decoder(plan.model, weights, scheme, backend, dtype), backend.make
 
 
 class ModelRunner:
@@ -32,12 +65,10 @@ class ModelRunner:
         torch.set_num_threads(plan.num_threads)
         self._plan = plan
         device = torch.device(plan.device)
-        dtype = TORCH_DTYPES[plan.dtype]
-        self._backend = TorchBackend(plan.bounds.page_size, plan.bounds.kv_groups, dtype)
-        scheme = LinearScheme(plan.linear_kernel, TORCH_DTYPES[plan.weight_dtype])
+        self._clears_pages = ATTENTION_BACKENDS[plan.attention_backend].reads_unseen
         with torch.inference_mode():
-            self._model = Decoder(plan.model, open_weights(plan, progress), scheme, self._backend, dtype)
             self._kv = KVCache.allocate(plan.model, plan.bounds, TORCH_DTYPES[plan.kv_layout.dtype])
+            self._model, self._make_metadata = _model(plan, self._kv, progress)
             self._table = RequestTable(plan.bounds, plan.model.vocab_size, device)
 
     @torch.inference_mode()
@@ -73,9 +104,10 @@ class ModelRunner:
         last hidden states of all tokens, [tokens, hidden]."""
         input_builder.check(plan, self._plan.bounds)
         self._table.apply(plan)
-        for group in range(len(self._plan.bounds.kv_groups)):
-            self._kv.clear(group, input_builder.new_pages(plan, group, self._plan.bounds.page_size))
-        inputs = input_builder.build(plan, self._table, self._plan.bounds.page_size, self._backend)
+        if self._clears_pages:
+            for group in range(len(self._plan.bounds.kv_groups)):
+                self._kv.clear(group, input_builder.new_pages(plan, group, self._plan.bounds.page_size))
+        inputs = input_builder.build(plan, self._table, self._plan.bounds.page_size, self._make_metadata)
         hidden = self._model.forward(inputs, self._kv)
         logits = self._model.logits(hidden.index_select(0, inputs.sample_rows))
         return logits, SamplingRows(plan, self._table), hidden

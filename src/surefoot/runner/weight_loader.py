@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from surefoot.checkpoint.gguf import GGUFFile
+from surefoot.checkpoint.gguf import GGMLType, GGUFFile
 from surefoot.checkpoint.safetensors import tensor_infos
 from surefoot.config.engine_plan import EnginePlan
 from surefoot.models.registry import weight_rules
-from surefoot.models.weights import Source, WeightNamesError, WeightRules, check_names
-from surefoot.quant.gguf import dequantize
+from surefoot.models.weights import Blocks, Source, WeightNamesError, WeightRules, check_names
+from surefoot.quant.gguf import dequantize, q4_1_of_q4_0
 
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 DUMMY_STD = 0.02  # of random weights: Llama's initialiser range
@@ -31,6 +33,9 @@ class TensorFile(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor in fp32, to be kept or changed."""
 
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix as it is stored, if it is quantised in one of the formats of `Blocks`."""
+
 
 class GGUFTensors:
     def __init__(self, path: Path) -> None:
@@ -40,6 +45,19 @@ class GGUFTensors:
     def read(self, name: str) -> Tensor:
         tensor = self._file.tensors[name]
         return dequantize(self._file.raw(name), tensor.type, tensor.shape)
+
+    def blocks(self, name: str) -> Blocks | None:
+        tensor = self._file.tensors[name]
+        rows = self._file.raw(name).reshape(tensor.shape[0], -1)
+        match tensor.type:
+            case GGMLType.Q4_0:
+                return Blocks("q4_1", q4_1_of_q4_0(rows), tensor.shape[1])
+            case GGMLType.Q4_1:
+                return Blocks("q4_1", rows, tensor.shape[1])
+            case GGMLType.Q8_0:
+                return Blocks("q8_0", rows, tensor.shape[1])
+            case _:
+                return None
 
 
 class SafetensorsTensors:
@@ -56,6 +74,9 @@ class SafetensorsTensors:
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._open[self._files[name]].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor.float()
+
+    def blocks(self, name: str) -> None:
+        return None
 
 
 class DummyTensors:
@@ -75,6 +96,9 @@ class DummyTensors:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         return torch.randn(source.shape, generator=generator) * DUMMY_STD
+
+    def blocks(self, name: str) -> None:
+        return None
 
 
 class CheckpointWeights:
@@ -97,6 +121,18 @@ class CheckpointWeights:
         parts = [self._read(source) for source in rule.sources]
         self._progress(self._count - len(self._rules), self._count)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def take_stored(self, parameter: str) -> Blocks | Tensor:
+        parts: list[Blocks] = []
+        for source in self._rules[parameter].sources:
+            stored = self._file.blocks(self._names[source.name])
+            if stored is None or (parts and stored.format != parts[0].format):
+                return self.take(parameter)
+            rows = _half_split(torch.tensor(stored.rows), source.interleaved_heads).numpy()
+            parts.append(replace(stored, rows=rows))
+        del self._rules[parameter]
+        self._progress(self._count - len(self._rules), self._count)
+        return replace(parts[0], rows=np.concatenate([part.rows for part in parts]))
 
     def _read(self, source: Source) -> Tensor:
         stored = self._file.read(self._names[source.name])

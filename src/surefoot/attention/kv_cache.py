@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from surefoot.config.bounds import Bounds
 from surefoot.config.model_spec import ModelSpec
 from surefoot.kernels.kv_cache_write import kv_cache_write
+from surefoot.native.kernels import zeros_in_huge_pages
 
 
 class KVPages:
@@ -50,13 +50,12 @@ class KVCache:
 
     @classmethod
     def allocate(cls, spec: ModelSpec, bounds: Bounds, dtype: torch.dtype) -> KVCache:
-        """On the CPU. Zeroed, since masked places are still read, and untouched: torch.zeros would write every byte,
-        where numpy leaves it to the system to hand out zero pages at the first write."""
+        """On the CPU. Zeroed, since masked places may be read, and untouched: torch.zeros would write every byte."""
 
         def zeros(num_pages: int) -> Tensor:
             shape = (num_pages + 1, bounds.page_size, spec.num_kv_heads, spec.head_dim)
             size = math.prod(shape) * dtype.itemsize
-            return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+            return torch.from_numpy(zeros_in_huge_pages(size)).view(dtype).view(shape)
 
         sizes = [bounds.kv_groups[kind].num_pages for kind in spec.layers]
         return cls(tuple(KVPages(zeros(size), zeros(size)) for size in sizes), spec.layers)

@@ -73,7 +73,8 @@ class NativeDecoder:
             lm_head=lm_head,
         )
         floats = self._lib.decoder_buffer_floats(self._decoder, max_tokens)
-        self._buffer = kernels.aligned_zeros(floats * 4)  # untouched until a step is that large
+        self._logits = torch.empty(0, spec.vocab_size)  # the system takes as long to hand out such memory as a head
+        self._buffer = kernels.zeros_in_huge_pages(floats * 4)  # untouched until a step is that large
 
     def forward(self, inputs: ForwardInputs[NativeMetadata], kv: KVCache) -> Tensor:
         """Writes the KV of all tokens and returns their last hidden states, [tokens, hidden]."""
@@ -95,9 +96,12 @@ class NativeDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], rows of what `forward` returned. Returns fp32 [rows, vocab]."""
+        """hidden: [rows, hidden], rows of what `forward` returned. Returns fp32 [rows, vocab], which the next call
+        overwrites."""
         normed = hidden.clone()
-        logits = torch.empty(len(hidden), self._spec.vocab_size)
+        if len(self._logits) < len(hidden):
+            self._logits = torch.empty(len(hidden), self._spec.vocab_size)
+        logits = self._logits[: len(hidden)]
         if len(hidden):
             self._lib.decoder_logits(self._pool, self._decoder, normed.data_ptr(), len(hidden), logits.data_ptr())
         return logits

@@ -111,6 +111,21 @@ INLINE void add_values(int heads, const float weights[][BLOCK], const float *con
         }
 }
 
+INLINE void prefetch(const float *from, int size) {
+    for (int i = 0; i < size; i += 16) __builtin_prefetch(&from[i]);
+}
+
+/* Where the keys of up to BLOCK positions are; asks for them. Returns how many they are. */
+static int find_keys(const struct attention *a, const struct row *row, int kv_head, int from, int to,
+                     const float *keys[BLOCK]) {
+    int count = max(0, min(BLOCK, to - from));
+    for (int t = 0; t < count; t++) {
+        keys[t] = place(a, a->keys, row, from + t, kv_head);
+        prefetch(keys[t], a->head_dim);
+    }
+    return count;
+}
+
 /* Some query heads of a KV head over positions `from` to `to` - 1. */
 INLINE void decode_heads(int heads, const struct attention *a, const struct row *row, int kv_head, int head, int from,
                          int to, float *out, struct seen *seen) {
@@ -118,15 +133,17 @@ INLINE void decode_heads(int heads, const struct attention *a, const struct row 
     const float *q = &a->q[(int64_t)row->first * a->q_stride + (int64_t)head * size];
     for (int h = 0; h < heads; h++) seen[h] = NOTHING;
     memset(out, 0, sizeof(float) * heads * size);
+    const float *keys[BLOCK], *values[BLOCK];
+    int next = find_keys(a, row, kv_head, from, to, keys);
     for (int block = from; block < to; block += BLOCK) {
-        int count = min(BLOCK, to - block);
-        const float *keys[BLOCK], *values[BLOCK];
+        int count = next;
         for (int t = 0; t < count; t++) {
-            keys[t] = place(a, a->keys, row, block + t, kv_head);
             values[t] = a->values + (keys[t] - a->keys);
+            prefetch(values[t], size);
         }
         float scores[HEADS][BLOCK], factors[HEADS];
         score_keys(heads, q, keys, count, size, a->scale, scores);
+        next = find_keys(a, row, kv_head, block + BLOCK, to, keys);
         for (int h = 0; h < heads; h++) {
             if (a->softcap) cap(scores[h], count, a->softcap);
             for (int t = count; t < BLOCK; t++) scores[h][t] = -INFINITY;
@@ -146,8 +163,10 @@ static void decode_part(const void *args, int task, int thread) {
     int share = ceil_div(ceil_div(length, d->splits), BLOCK) * BLOCK;
     int from = min(row->start + 1, first + part * share), to = min(row->start + 1, from + share);
     int group = a->heads / a->kv_heads;
-    float *out = &d->parts[(int64_t)task * group * a->head_dim];
-    struct seen *seen = &d->seen[(int64_t)task * group];
+    int64_t entry = (int64_t)task * group;
+    float *out = &d->parts[entry * a->head_dim];
+    if (d->splits == 1) out = &a->out[((int64_t)row->first * a->heads + kv_head * group) * a->head_dim];
+    struct seen *seen = &d->seen[entry];
     for (int h = 0; h < group; h += HEADS) {
         int head = kv_head * group + h;
         float *to_heads = &out[(int64_t)h * a->head_dim];
@@ -158,9 +177,11 @@ static void decode_part(const void *args, int task, int thread) {
         case 1: decode_heads(1, a, row, kv_head, head, from, to, to_heads, &seen[h]); break;
         }
     }
+    if (d->splits == 1)
+        for (int h = 0; h < group; h++) scale_by(&out[(int64_t)h * a->head_dim], 1 / seen[h].sum, a->head_dim);
 }
 
-/* Merges the parts of one row. */
+/* Merges the parts of one row, if there are several. */
 static void merge_row(const void *args, int task, int thread) {
     (void)thread;
     const struct decode *d = args;
@@ -192,7 +213,7 @@ static void decode(struct pool *pool, const struct attention *a) {
     d.parts = pool_scratch(pool, entries * (a->head_dim * sizeof(float) + sizeof(struct seen)));
     d.seen = (struct seen *)(d.parts + entries * a->head_dim);
     parallel_for(pool, tasks * d.splits, decode_part, &d);
-    parallel_for(pool, a->num_rows, merge_row, &d);
+    if (d.splits > 1) parallel_for(pool, a->num_rows, merge_row, &d);
 }
 
 /* ---- Prefill --------------------------------------------------------------------------------------------------- */

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 import weakref
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy.typing as npt
 WeightFormat = Literal["w4", "w8", "w16", "w32"]
 FORMATS: dict[WeightFormat, int] = {"w4": 0, "w8": 1, "w16": 2, "w32": 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-ALIGNMENT = 64
+HUGE_PAGE = 2 << 20
 
 # struct row, which steps have many of.
 ROW = np.dtype([("first", "i4"), ("count", "i4"), ("start", "i4"), ("pages", "u8")], align=True)
@@ -149,7 +151,7 @@ class PackedWeight:
     def __init__(self, kernels: Kernels, format: WeightFormat, inputs: int, outputs: int) -> None:
         self._kernels = kernels
         self.struct = Linear(FORMATS[format], inputs, outputs, None, None)
-        self._memory = aligned_zeros(kernels.lib.linear_bytes(self.struct))
+        self._memory = zeros_in_huge_pages(kernels.lib.linear_bytes(self.struct))
         self.struct.panels = self._memory.ctypes.data
 
     def pack(self, rows: npt.NDArray[Any], first: int) -> None:
@@ -157,8 +159,11 @@ class PackedWeight:
         self._kernels.lib.linear_pack(self.struct, rows.ctypes.data, first, len(rows))
 
 
-def aligned_zeros(size: int) -> npt.NDArray[np.uint8]:
-    """`size` bytes from a multiple of ALIGNMENT on."""
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size]
+def zeros_in_huge_pages(size: int) -> npt.NDArray[np.uint8]:
+    """`size` bytes from a page's edge on, which the system hands out when they are first written. In pages of 2 MiB where
+    it has them: weights and caches are read from end to end in every step, and looking up where each 4 KiB of them are
+    takes long."""
+    memory = mmap.mmap(-1, max(1, -(-size // HUGE_PAGE) * HUGE_PAGE))
+    if sys.platform == "linux":
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, size)

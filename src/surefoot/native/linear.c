@@ -12,10 +12,9 @@
 #include <string.h>
 
 #define FUSED_ROWS 4     /* up to so many rows of x weights are expanded in registers */
-#define AMX_ROWS 6       /* from so many rows of x on the matrix unit is ahead */
+#define AMX_ROWS 5       /* from so many rows of x on the matrix unit is ahead */
 #define ROWS_OF_TASK 96  /* rows of x that one task computes */
 #define TASKS_OF_THREAD 4
-#define PREFETCH 5120 /* bytes ahead of their use */
 #define MAX_GROUPS 4096 
 
 struct product {
@@ -66,8 +65,7 @@ INLINE void fused(enum weight_format format, int rows, const struct product *p, 
         for (int v = 0; v < VECS; v++) sums[r][v] = all(0);
     for (int g = 0; g < groups; g++) {
         const void *group = group_of(p->linear, panel, g);
-        for (int64_t line = 0; line < group_bytes(format); line += 64)
-            __builtin_prefetch((const char *)group + PREFETCH + line);
+        prefetch_group(format, group);
         vec w[VECS], part[FUSED_ROWS * CHAINS][VECS];
         for (int r = 0; r < rows * chains; r++)
             for (int v = 0; v < VECS; v++) part[r][v] = all(0);
@@ -238,17 +236,29 @@ void linear_pack(const struct linear *linear, const void *rows, int64_t first, i
     }
 }
 
+/* One row's number for input k of a group, without its scale. */
+INLINE float quant_at(enum weight_format format, const void *group, int k, int lane) {
+    switch (format) {
+    case W4: {
+        uint32_t packed = ((const struct group_w4 *)group)->q[k / CHUNK][lane];
+        return packed >> 4 * (k % CHUNK / 2 + k % 2 * 4) & 15;
+    }
+    case W8: return ((const struct group_w8 *)group)->q[k][lane];
+    case W16: return float_of(((const struct group_w16 *)group)->w[k][lane]);
+    case W32: return ((const struct group_w32 *)group)->w[k][lane];
+    }
+    return 0;
+}
+
 void linear_row(const struct linear *linear, int64_t row, float *to) {
-    int panel = row / PANEL, lane = row % PANEL;
-    for (int k = 0; k < linear->inputs; k++) {
-        const void *group = group_of(linear, panel, k / GROUP);
-        vec w[VECS] = {0};
-        switch (linear->format) {
-        case W4: weights(W4, group, k % GROUP / CHUNK, k % CHUNK, scales_of(W4, group), w); break;
-        case W8: weights(W8, group, k % GROUP / CHUNK, k % CHUNK, scales_of(W8, group), w); break;
-        case W16: weights(W16, group, k % GROUP / CHUNK, k % CHUNK, scales_of(W16, group), w); break;
-        case W32: weights(W32, group, k % GROUP / CHUNK, k % CHUNK, scales_of(W32, group), w); break;
-        }
-        to[k] = w[lane / LANES][lane % LANES];
+    int lane = row % PANEL;
+    for (int g = 0; g < groups_of(linear); g++) {
+        const void *group = group_of(linear, row / PANEL, g);
+        float d = 1, m = 0;
+        if (linear->format == W4) m = float_of(((const struct group_w4 *)group)->m[lane]);
+        if (linear->format == W4) d = float_of(((const struct group_w4 *)group)->d[lane]);
+        if (linear->format == W8) d = float_of(((const struct group_w8 *)group)->d[lane]);
+        for (int k = 0; k < min(GROUP, linear->inputs - g * GROUP); k++)
+            to[g * GROUP + k] = quant_at(linear->format, group, k, lane) * d + m;
     }
 }

@@ -7,6 +7,7 @@
 #define PANEL (2 * LANES) /* outputs of a panel */
 #define GROUP 32          /* inputs of a group: those that share a scale in GGUF's blocks of 32 */
 #define CHUNK 8           /* inputs of a group whose four bits share a word */
+#define PREFETCH 5120     /* bytes between a group that is read and the one that is asked for */
 #define DEPTH 1024        /* inputs of a panel that are expanded at once: 128 KiB with AVX-512 */
 
 typedef uint16_t half; /* the bits of an IEEE 754 binary16 */
@@ -43,6 +44,12 @@ INLINE const void *group_of(const struct linear *linear, int panel, int group) {
     return (const char *)linear->panels + ((int64_t)panel * groups_of(linear) + group) * group_bytes(linear->format);
 }
 
+/* Asks for the group that will be read a few groups after this one: CPUs follow no stream over a page's edge. */
+INLINE void prefetch_group(enum weight_format format, const void *group) {
+    for (int64_t line = 0; line < group_bytes(format); line += 64)
+        __builtin_prefetch((const char *)group + PREFETCH + line);
+}
+
 /* ---- Numbers to vectors ---------------------------------------------------------------------------------------- */
 
 #if LANES == 4 && !defined(__aarch64__)
@@ -68,6 +75,11 @@ INLINE vec floats_of_halves(const half *from) {
     for (int lane = 0; lane < LANES; lane++) x[lane] = float_of_half(from[lane]);
     return x;
 #endif
+}
+
+INLINE float float_of(half bits) {
+    half bits_of_all[LANES] = {bits};
+    return floats_of_halves(bits_of_all)[0];
 }
 
 INLINE vec floats_of_bytes(const int8_t *from) {

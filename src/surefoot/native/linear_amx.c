@@ -96,89 +96,75 @@ static void split_rows(const void *args, int task, int thread) {
     }
 }
 
-INLINE void expand_format(enum weight_format format, const struct linear *linear, int panel, int first, int groups, struct tiles *to) {
-    for (int g = 0; g < groups; g++) {
-        const void *group = group_of(linear, panel, first + g);
-        struct scales scales = scales_of(format, group);
-        for (int chunk = 0; chunk < GROUP / CHUNK; chunk++)
+INLINE void expand_group(enum weight_format format, const struct linear *linear, int panel, int g, struct tiles *to) {
+    const void *group = group_of(linear, panel, g);
+    prefetch_group(format, group);
+    struct scales scales = scales_of(format, group);
+    for (int chunk = 0; chunk < GROUP / CHUNK; chunk++)
 #pragma GCC unroll 4
-            for (int i = 0; i < CHUNK; i += 2) {
-                vec even[VECS], odd[VECS];
-                weights(format, group, chunk, i, scales, even);
-                weights(format, group, chunk, i + 1, scales, odd);
-                for (int v = 0; v < VECS; v++) {
-                    int pair = (chunk * CHUNK + i) / 2;
-                    _mm512_store_si512(to[g].high[v][pair], cut(&even[v], &odd[v]));
-                    _mm512_store_si512(to[g].low[v][pair], cut(&even[v], &odd[v]));
-                }
+        for (int i = 0; i < CHUNK; i += 2) {
+            vec even[VECS], odd[VECS];
+            weights(format, group, chunk, i, scales, even);
+            weights(format, group, chunk, i + 1, scales, odd);
+            for (int v = 0; v < VECS; v++) {
+                int pair = (chunk * CHUNK + i) / 2;
+                _mm512_store_si512(to->high[v][pair], cut(&even[v], &odd[v]));
+                _mm512_store_si512(to->low[v][pair], cut(&even[v], &odd[v]));
             }
-    }
-}
-
-static void expand(const struct linear *linear, int panel, int first, int groups, struct tiles *to) {
-    switch (linear->format) {
-    case W4: expand_format(W4, linear, panel, first, groups, to); break;
-    case W8: expand_format(W8, linear, panel, first, groups, to); break;
-    case W16: expand_format(W16, linear, panel, first, groups, to); break;
-    case W32: expand_format(W32, linear, panel, first, groups, to); break;
-    }
+        }
 }
 
 /* ---- Products -------------------------------------------------------------------------------------------------- */
 
-/* sums: [2 * TILE rows, PANEL], += rows `row` on of x times `groups` groups of a panel from `first` on. */
-INLINE void multiply(const struct product *p, int row, int both, int first, int groups, const struct tiles *w,
-                     float (*sums)[PANEL], int more) {
-    int64_t stride = 2 * (int64_t)p->groups * GROUP, width = sizeof *sums;
-    const bf16 *high = &p->high[(int64_t)row * p->groups * GROUP + first * GROUP];
-    const bf16 *low = &p->low[(int64_t)row * p->groups * GROUP + first * GROUP];
-    int64_t below = (int64_t)TILE * p->groups * GROUP; /* elements to the other rows */
+static void begin_sums(float (*sums)[PANEL], int more) {
     if (more) {
-        TILE_LOAD(0, sums[0], width);
-        TILE_LOAD(1, sums[0] + TILE, width);
-        if (both) {
-            TILE_LOAD(2, sums[TILE], width);
-            TILE_LOAD(3, sums[TILE] + TILE, width);
-        }
+        TILE_LOAD(0, sums[0], sizeof *sums);
+        TILE_LOAD(1, sums[0] + TILE, sizeof *sums);
+        TILE_LOAD(2, sums[TILE], sizeof *sums);
+        TILE_LOAD(3, sums[TILE] + TILE, sizeof *sums);
     } else {
         TILE_ZERO(0);
         TILE_ZERO(1);
         TILE_ZERO(2);
         TILE_ZERO(3);
     }
-    for (int g = 0; g < groups; g++, high += GROUP, low += GROUP) {
-        TILE_LOAD(6, w[g].low[0], 64);
-        TILE_LOAD(7, w[g].low[1], 64);
-        TILE_LOAD(4, high, stride);
-        TILE_PRODUCT(0, 4, 6);
-        TILE_PRODUCT(1, 4, 7);
-        if (both) {
-            TILE_LOAD(5, high + below, stride);
-            TILE_PRODUCT(2, 5, 6);
-            TILE_PRODUCT(3, 5, 7);
-        }
-        TILE_LOAD(6, w[g].high[0], 64);
-        TILE_LOAD(7, w[g].high[1], 64);
-        TILE_PRODUCT(0, 4, 6);
-        TILE_PRODUCT(1, 4, 7);
-        TILE_LOAD(4, low, stride);
-        if (both) {
-            TILE_PRODUCT(2, 5, 6);
-            TILE_PRODUCT(3, 5, 7);
-            TILE_LOAD(5, low + below, stride);
-        }
-        TILE_PRODUCT(0, 4, 6);
-        TILE_PRODUCT(1, 4, 7);
-        if (both) {
-            TILE_PRODUCT(2, 5, 6);
-            TILE_PRODUCT(3, 5, 7);
-        }
-    }
-    TILE_STORE(0, sums[0], width);
-    TILE_STORE(1, sums[0] + TILE, width);
+}
+
+static void end_sums(float (*sums)[PANEL]) {
+    TILE_STORE(0, sums[0], sizeof *sums);
+    TILE_STORE(1, sums[0] + TILE, sizeof *sums);
+    TILE_STORE(2, sums[TILE], sizeof *sums);
+    TILE_STORE(3, sums[TILE] + TILE, sizeof *sums);
+}
+
+/* Adds the products of a group with rows `row` to `row` + TILE - 1, and with as many after them if `both`. */
+INLINE void multiply_group(const struct product *p, int row, int both, int g, const struct tiles *w) {
+    int64_t width = (int64_t)p->groups * GROUP, first = row * width + g * GROUP, other = first + TILE * width;
+    TILE_LOAD(4, &p->high[first], 2 * width);
+    TILE_LOAD(6, w->low[0], 64);
+    TILE_PRODUCT(0, 4, 6);
+    TILE_LOAD(7, w->low[1], 64);
+    TILE_PRODUCT(1, 4, 7);
     if (both) {
-        TILE_STORE(2, sums[TILE], width);
-        TILE_STORE(3, sums[TILE] + TILE, width);
+        TILE_LOAD(5, &p->high[other], 2 * width);
+        TILE_PRODUCT(2, 5, 6);
+        TILE_PRODUCT(3, 5, 7);
+    }
+    TILE_LOAD(6, w->high[0], 64);
+    TILE_PRODUCT(0, 4, 6);
+    TILE_LOAD(7, w->high[1], 64);
+    TILE_PRODUCT(1, 4, 7);
+    TILE_LOAD(4, &p->low[first], 2 * width);
+    if (both) {
+        TILE_PRODUCT(2, 5, 6);
+        TILE_PRODUCT(3, 5, 7);
+        TILE_LOAD(5, &p->low[other], 2 * width);
+    }
+    TILE_PRODUCT(0, 4, 6);
+    TILE_PRODUCT(1, 4, 7);
+    if (both) {
+        TILE_PRODUCT(2, 5, 6);
+        TILE_PRODUCT(3, 5, 7);
     }
 }
 
@@ -193,24 +179,56 @@ static void finish(const struct product *p, int row, int rows, int panel, const 
     }
 }
 
-static void some_panels(const void *args, int task, int thread) {
-    (void)thread;
+typedef float panel_sums[ROWS_OF_TASK][PANEL];
+
+/* Each group is multiplied as soon as it is expanded: the unit works on it while the next one is expanded. */
+INLINE void few_rows(enum weight_format format, const struct product *p, int panel, int first, int rows, panel_sums sums) {
+    struct tiles w[2] __attribute__((aligned(64)));
+    configure(min(TILE, rows), rows - min(TILE, rows));
+    begin_sums(sums, 0);
+    for (int g = 0; g < p->groups; g++) {
+        expand_group(format, p->linear, panel, g, &w[g % 2]);
+        multiply_group(p, first, rows > TILE, g, &w[g % 2]);
+    }
+    end_sums(sums);
+}
+
+/* A panel is expanded once for all rows. */
+INLINE void many_rows(enum weight_format format, const struct product *p, int panel, int first, int rows, panel_sums sums) {
     static _Thread_local struct tiles w[DEPTH / GROUP] __attribute__((aligned(64)));
-    static _Thread_local float sums[ROWS_OF_TASK][PANEL] __attribute__((aligned(64)));
-    const struct product *p = args;
-    int row_tasks = ceil_div(p->rows, ROWS_OF_TASK);
-    int panel = task / row_tasks, first = task % row_tasks * ROWS_OF_TASK;
-    int rows = min(ROWS_OF_TASK, p->rows - first);
-    for (int g = 0; g < p->groups; g += DEPTH / GROUP) {
-        int groups = min(DEPTH / GROUP, p->groups - g);
-        expand(p->linear, panel, g, groups, w);
-        int configured = 0;
+    for (int from = 0; from < p->groups; from += DEPTH / GROUP) {
+        int groups = min(DEPTH / GROUP, p->groups - from), configured = 0;
+        for (int g = 0; g < groups; g++) expand_group(format, p->linear, panel, from + g, &w[g]);
         for (int r = 0; r < rows; r += 2 * TILE) {
             int count = min(2 * TILE, rows - r);
             if (count != configured) configure(min(TILE, count), count - min(TILE, count));
             configured = count;
-            multiply(p, first + r, count > TILE, g, groups, w, &sums[r], g > 0);
+            begin_sums(&sums[r], from > 0);
+            for (int g = 0; g < groups; g++) multiply_group(p, first + r, count > TILE, from + g, &w[g]);
+            end_sums(&sums[r]);
         }
+    }
+}
+
+INLINE void panel_of_format(enum weight_format format, const struct product *p, int panel, int first, int rows, panel_sums sums) {
+    if (rows <= 2 * TILE)
+        few_rows(format, p, panel, first, rows, sums);
+    else
+        many_rows(format, p, panel, first, rows, sums);
+}
+
+static void one_panel(const void *args, int task, int thread) {
+    (void)thread;
+    static _Thread_local panel_sums sums __attribute__((aligned(64)));
+    const struct product *p = args;
+    int row_tasks = ceil_div(p->rows, ROWS_OF_TASK);
+    int panel = task / row_tasks, first = task % row_tasks * ROWS_OF_TASK;
+    int rows = min(ROWS_OF_TASK, p->rows - first);
+    switch (p->linear->format) {
+    case W4: panel_of_format(W4, p, panel, first, rows, sums); break;
+    case W8: panel_of_format(W8, p, panel, first, rows, sums); break;
+    case W16: panel_of_format(W16, p, panel, first, rows, sums); break;
+    case W32: panel_of_format(W32, p, panel, first, rows, sums); break;
     }
     __asm__ volatile("tilerelease" ::: "memory");
     finish(p, first, rows, panel, (const float(*)[PANEL])sums);
@@ -224,7 +242,7 @@ int linear_amx(struct pool *pool, const struct linear *linear, const float *x, i
     if (!split) return 0;
     struct product p = {linear, x, y, rows, add, split, split + elements, groups};
     parallel_for(pool, ceil_div(rows, TILE), split_rows, &p);
-    parallel_for(pool, ceil_div(linear->outputs, PANEL) * ceil_div(rows, ROWS_OF_TASK), some_panels, &p);
+    parallel_for(pool, ceil_div(linear->outputs, PANEL) * ceil_div(rows, ROWS_OF_TASK), one_panel, &p);
     return 1;
 }
 

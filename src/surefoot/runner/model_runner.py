@@ -62,7 +62,8 @@ class ModelRunner:
 
         `progress`: see CheckpointWeights.
         """
-        torch.set_num_threads(plan.num_threads)
+        # The native kernels have threads of their own, and a second team that waits for work would take their CPUs.
+        torch.set_num_threads(1 if plan.native_library else plan.num_threads)
         self._plan = plan
         device = torch.device(plan.device)
         self._clears_pages = ATTENTION_BACKENDS[plan.attention_backend].reads_unseen

@@ -51,7 +51,7 @@ struct tile_config {
  * 7: weights. */
 static void configure(int first_rows, int other_rows) {
     struct tile_config config = {.palette = 1};
-    int rows[8] = {first_rows, first_rows, other_rows, other_rows, first_rows, other_rows, TILE, TILE};
+    int rows[8] = {first_rows, first_rows, other_rows, other_rows, first_rows, other_rows ? other_rows : first_rows, TILE, TILE};
     for (int t = 0; t < 8; t++) {
         config.row_bytes[t] = 4 * TILE;
         config.rows[t] = rows[t] ? rows[t] : 1;
@@ -76,6 +76,7 @@ struct product {
     float *y;
     int rows, add;
     bf16 *high, *low; /* x: [rows, groups * GROUP] each */
+    float *totals;    /* [rows, groups]: sums of x over each group */
     int groups;
 };
 
@@ -92,6 +93,8 @@ static void split_rows(const void *args, int task, int thread) {
             __m512 rest = whole - (__m512)upper;
             _mm256_storeu_si256((__m256i *)&p->high[to], _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper, 16)));
             _mm256_storeu_si256((__m256i *)&p->low[to], _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rest, 16)));
+            float *total = &p->totals[row * p->groups + k / GROUP];
+            *total = _mm512_reduce_add_ps(whole) + (k % GROUP ? *total : 0);
         }
     }
 }
@@ -112,6 +115,28 @@ INLINE void expand_group(enum weight_format format, const struct linear *linear,
                 _mm512_store_si512(to->low[v][pair], cut(&even[v], &odd[v]));
             }
         }
+}
+
+/* Numbers of four or eight bits are bf16 numbers as they are. Returns them in the unit's order, without their scale. */
+INLINE void order_group(enum weight_format format, const void *group, bf16 to[PANEL / TILE][GROUP / 2][2 * TILE]) {
+    prefetch_group(format, group);
+    const __m512i numbers = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
+    for (int chunk = 0; chunk < GROUP / CHUNK; chunk++)
+        for (int v = 0; v < VECS; v++)
+            for (int pair = 0; pair < CHUNK / 2; pair++) {
+                __m512i ordered;
+                if (format == W4) { /* a permutation looks at the lowest five bits of 16; the fifth makes no difference */
+                    __m512i packed = _mm512_loadu_si512(&((const struct group_w4 *)group)->q[chunk][v * LANES]);
+                    ordered = _mm512_permutexvar_epi16(_mm512_srli_epi32(packed, 4 * pair), numbers);
+                } else {
+                    const struct group_w8 *w8 = group;
+                    int k = chunk * CHUNK + 2 * pair;
+                    vec even = floats_of_bytes(&w8->q[k][v * LANES]), odd = floats_of_bytes(&w8->q[k + 1][v * LANES]);
+                    ordered = _mm512_or_si512(_mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
+                }
+                _mm512_store_si512(to[v][chunk * CHUNK / 2 + pair], ordered);
+            }
 }
 
 /* ---- Products -------------------------------------------------------------------------------------------------- */
@@ -181,13 +206,54 @@ static void finish(const struct product *p, int row, int rows, int panel, const 
 
 typedef float panel_sums[ROWS_OF_TASK][PANEL];
 
+/* Adds a group's products, scaled, to the sums of `rows` rows. */
+INLINE void add_scaled(enum weight_format format, const struct product *p, int panel, int g, int first, int rows,
+                       const float (*part)[PANEL], panel_sums sums) {
+    struct scales scales = scales_of(format, group_of(p->linear, panel, g));
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECS; v++) {
+            vec sum = load(&sums[r][v * LANES]) + scales.d[v] * load(&part[r][v * LANES]);
+            if (format == W4) sum += scales.m[v] * all(p->totals[(first + r) * p->groups + g]);
+            store(&sums[r][v * LANES], sum);
+        }
+}
+
+/* Quantised weights with few rows: a group's products are scaled, not its weights. The unit works on one group while the
+ * one before it is scaled and the one after it put in order. */
+INLINE void few_rows_of_quants(enum weight_format format, const struct product *p, int panel, int first, int rows, panel_sums sums) {
+    bf16 w[2][PANEL / TILE][GROUP / 2][2 * TILE] __attribute__((aligned(64)));
+    float parts[2][2 * TILE][PANEL] __attribute__((aligned(64)));
+    int64_t width = (int64_t)p->groups * GROUP;
+    configure(min(TILE, rows), rows - min(TILE, rows));
+    memset(sums, 0, sizeof *sums * rows);
+    order_group(format, group_of(p->linear, panel, 0), w[0]);
+    for (int g = 0; g < p->groups; g++) {
+        const bf16 *high = &p->high[first * width + g * GROUP], *low = &p->low[first * width + g * GROUP];
+        begin_sums(parts[0], 0);
+        TILE_LOAD(6, w[g % 2][0], 64);
+        TILE_LOAD(7, w[g % 2][1], 64);
+        TILE_LOAD(4, high, 2 * width);
+        TILE_PRODUCT(0, 4, 6);
+        TILE_PRODUCT(1, 4, 7);
+        TILE_LOAD(5, low, 2 * width);
+        TILE_PRODUCT(0, 5, 6);
+        TILE_PRODUCT(1, 5, 7);
+        if (g + 1 < p->groups) order_group(format, group_of(p->linear, panel, g + 1), w[(g + 1) % 2]);
+        if (g > 0) add_scaled(format, p, panel, g - 1, first, rows, (const float(*)[PANEL])parts[(g - 1) % 2], sums);
+        TILE_STORE(0, parts[g % 2][0], sizeof *sums);
+        TILE_STORE(1, parts[g % 2][0] + TILE, sizeof *sums);
+    }
+    add_scaled(format, p, panel, p->groups - 1, first, rows, (const float(*)[PANEL])parts[(p->groups - 1) % 2], sums);
+}
+
 /* Each group is multiplied as soon as it is expanded: the unit works on it while the next one is expanded. */
 INLINE void few_rows(enum weight_format format, const struct product *p, int panel, int first, int rows, panel_sums sums) {
     struct tiles w[2] __attribute__((aligned(64)));
     configure(min(TILE, rows), rows - min(TILE, rows));
     begin_sums(sums, 0);
+    expand_group(format, p->linear, panel, 0, &w[0]);
     for (int g = 0; g < p->groups; g++) {
-        expand_group(format, p->linear, panel, g, &w[g % 2]);
+        if (g + 1 < p->groups) expand_group(format, p->linear, panel, g + 1, &w[(g + 1) % 2]);
         multiply_group(p, first, rows > TILE, g, &w[g % 2]);
     }
     end_sums(sums);
@@ -211,7 +277,9 @@ INLINE void many_rows(enum weight_format format, const struct product *p, int pa
 }
 
 INLINE void panel_of_format(enum weight_format format, const struct product *p, int panel, int first, int rows, panel_sums sums) {
-    if (rows <= 2 * TILE)
+    if (rows <= TILE && (format == W4 || format == W8))
+        few_rows_of_quants(format, p, panel, first, rows, sums);
+    else if (rows <= 2 * TILE)
         few_rows(format, p, panel, first, rows, sums);
     else
         many_rows(format, p, panel, first, rows, sums);
@@ -238,9 +306,9 @@ int linear_amx(struct pool *pool, const struct linear *linear, const float *x, i
     if (!amx_usable()) return 0;
     int groups = groups_of(linear);
     int64_t elements = (int64_t)rows * groups * GROUP;
-    bf16 *split = pool_scratch(pool, 2 * sizeof(bf16) * elements);
+    bf16 *split = pool_scratch(pool, 2 * sizeof(bf16) * elements + sizeof(float) * rows * groups);
     if (!split) return 0;
-    struct product p = {linear, x, y, rows, add, split, split + elements, groups};
+    struct product p = {linear, x, y, rows, add, split, split + elements, (float *)(split + 2 * elements), groups};
     parallel_for(pool, ceil_div(rows, TILE), split_rows, &p);
     parallel_for(pool, ceil_div(linear->outputs, PANEL) * ceil_div(rows, ROWS_OF_TASK), one_panel, &p);
     return 1;

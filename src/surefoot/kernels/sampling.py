@@ -20,6 +20,13 @@ ROWS_AT_ONCE = 8
 _MASK32 = 0xFFFFFFFF
 
 
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits: [rows, vocab] fp32. Returns the place of each row's largest, [rows] int64, and whether all of a row are
+    finite, [rows] bool."""
+    # A sum is finite if all its terms are, and the fastest look at all of them.
+    return logits.argmax(-1), logits.sum(-1).isfinite()
+
+
 def mix32(x: Tensor) -> Tensor:
     """A bijective 32-bit mixer, `lowbias32` (C. Wellons, "Prospecting for Hash Functions", 2018).
 

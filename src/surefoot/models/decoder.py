@@ -14,6 +14,7 @@ from surefoot.attention.backend import AttentionBackend
 from surefoot.attention.forward_inputs import ForwardInputs, Metadata
 from surefoot.attention.kv_cache import KVCache, KVPages
 from surefoot.config.model_spec import ModelSpec
+from surefoot.kernels.sampling import greedy
 from surefoot.layers.attention import Attention
 from surefoot.layers.linear import Linear, LinearScheme
 from surefoot.layers.mlp import GatedMLP
@@ -104,3 +105,6 @@ class Decoder(Generic[Metadata]):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], rows of what `forward` returned. Returns fp32 [rows, vocab]."""
         return self._lm_head(self._norm(hidden))
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return greedy(logits)

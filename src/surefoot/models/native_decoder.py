@@ -106,6 +106,14 @@ class NativeDecoder:
             self._lib.decoder_logits(self._pool, self._decoder, normed.data_ptr(), len(hidden), logits.data_ptr())
         return logits
 
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As kernels.sampling.greedy."""
+        ids = torch.empty(len(logits), dtype=torch.int64)
+        finite = torch.empty(len(logits), dtype=torch.bool)
+        rows, vocab = logits.shape
+        self._lib.greedy(self._pool, logits.data_ptr(), rows, vocab, ids.data_ptr(), finite.data_ptr())
+        return ids, finite
+
     def _layer(self, index: int, weights: WeightSource, kv: KVCache, rope: int) -> kernels.Layer:
         spec, pages = self._spec, kv.layers[index]
 

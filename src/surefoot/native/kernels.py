@@ -118,6 +118,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "soft_cap": (None, (c_void_p, c_void_p, c_int64, c_float)),
     "rope_tables": (None, (c_void_p, POINTER(Rope), c_void_p, c_int32, c_void_p)),
     "rotate_and_write": (None, (c_void_p, POINTER(KVWrite))),
+    "greedy": (None, (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p)),
     "decoder_buffer_floats": (c_int64, (POINTER(Decoder), c_int32)),
     "decoder_forward": (None, (c_void_p, POINTER(Decoder), POINTER(Step))),
     "decoder_logits": (None, (c_void_p, POINTER(Decoder), c_void_p, c_int32, c_void_p)),
@@ -160,9 +161,11 @@ class PackedWeight:
 
 
 def zeros_in_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """`size` bytes from a page's edge on, which the system hands out when they are first written. In pages of 2 MiB where
-    it has them: weights and caches are read from end to end in every step, and looking up where each 4 KiB of them are
-    takes long."""
+    """`size` bytes from a page's edge on, which the system hands out when they are first written.
+
+    In pages of 2 MiB where it has them: weights and caches are read from end to end in every step, and looking up where
+    each 4 KiB of them are takes long.
+    """
     memory = mmap.mmap(-1, max(1, -(-size // HUGE_PAGE) * HUGE_PAGE))
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -238,6 +238,11 @@ struct kv_write {
 /* Rotates queries and keys in place, and writes keys and values to their places in the cache. */
 void rotate_and_write(struct pool *pool, const struct kv_write *write);
 
+/* ---- sampling.c -------------------------------------------------------------------------------------------------- */
+
+/* The first of each row's largest logits, and whether all of the row are finite. logits: [rows, vocab]. */
+void greedy(struct pool *pool, const float *logits, int32_t rows, int32_t vocab, int64_t *ids, uint8_t *finite);
+
 /* ---- decoder.c: a whole step ------------------------------------------------------------------------------------ */
 
 struct layer {

@@ -37,6 +37,8 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
 
 def _model(
     plan: EnginePlan, kv: KVCache, progress: Callable[[int, int], None]
@@ -84,7 +86,7 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> StepDone:
         logits, rows, hidden = self.forward(plan)
         scored_logits = logits[list(rows.scored)] if rows.scored else logits[:0]  # a copy: sampling overwrites logits
-        token_ids, finite = sample(logits, rows, self._table)
+        token_ids, finite = sample(logits, rows, self._table, self._model.greedy)
         self._table.append(rows.slots, token_ids)
         logprobs = output_logprobs(scored_logits, rows, token_ids)
         del logits, scored_logits  # Bounds.logits_rows is for all that exist at once

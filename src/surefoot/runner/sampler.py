@@ -5,6 +5,8 @@ Logits are changed in this order: bias, penalties, bans (stop ids before min_tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,17 +48,22 @@ class SamplingRows:
             self.kind = SamplerKind.GREEDY if self.greedy else SamplerKind.PLAIN
 
 
-def sample(logits: Tensor, rows: SamplingRows, table: RequestTable) -> tuple[Tensor, Tensor]:
+Greedy = Callable[[Tensor], tuple[Tensor, Tensor]]  # see kernels.sampling.greedy
+
+
+def sample(logits: Tensor, rows: SamplingRows, table: RequestTable, greedy: Greedy) -> tuple[Tensor, Tensor]:
     """logits: [rows, vocab] fp32, overwritten. Returns token ids [rows] int64, and [rows] bool: all logits finite."""
     if rows.kind is SamplerKind.NONE:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
-    finite = logits.sum(-1).isfinite()  # a sum is finite if all its terms are, and the fastest look at all of them
+    likeliest, finite = greedy(logits)
+    if rows.kind is SamplerKind.GREEDY:
+        return likeliest, finite
     _bias(logits, rows, table)
     _penalise(logits, rows, table)
     for row, stop_ids in rows.banned:
         logits[row, list(stop_ids)] = -torch.inf
     if rows.greedy:
-        return logits.argmax(-1), finite
+        return greedy(logits)[0], finite
     slots = torch.tensor(rows.slots)
     temperatures = table.temperature[slots]
     logits /= temperatures.masked_fill(temperatures == 0, 1)[:, None]

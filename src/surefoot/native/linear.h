@@ -148,7 +148,7 @@ INLINE void weights(enum weight_format format, const void *group, int chunk, int
 
 /* ---- linear_amx.c ---------------------------------------------------------------------------------------------- */
 
-/* `linear` on the matrix unit. Returns 0, with nothing done, where there is none. */
+/* `linear` on the matrix unit. Returns 0, with nothing done, where there is none, or none for the format. */
 int linear_amx(struct pool *pool, const struct linear *linear, const float *x, int rows, float *y, int add);
 
 #endif

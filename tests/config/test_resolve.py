@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from surefoot.config import settings
-from surefoot.config.engine_plan import CheckpointRef, EnginePlan
+from surefoot.config.engine_plan import CheckpointRef, EnginePlan, NativeKernels
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import LayerKind, ModelSpec, NoRopeScaling, Rope
 from surefoot.config.resolve import PlanError, resolve
@@ -37,22 +37,59 @@ ARM = msgspec.structs.replace(DESKTOP, machine="aarch64", cpu_name="an Arm", cpu
 SMALL = msgspec.structs.replace(DESKTOP, memory_available=1 * GIB)
 
 
-def plan(model: ModelSpec = SMOLLM2, hardware: HardwareSpec = DESKTOP, **asked: Any) -> EnginePlan:
-    return resolve(settings.load(asked), CheckpointRef("/models/m.gguf", "gguf"), model, hardware)
+NO_NATIVE = NativeKernels(library="", problem="there is no C compiler", stored_bytes=0)
+NATIVE = NativeKernels(library="/cache/kernels.so", problem="", stored_bytes=96_436_224)
+
+
+def plan(
+    model: ModelSpec = SMOLLM2,
+    hardware: HardwareSpec = DESKTOP,
+    native: NativeKernels = NO_NATIVE,
+    **asked: Any,
+) -> EnginePlan:
+    return resolve(settings.load(asked), CheckpointRef("/models/m.gguf", "gguf"), model, hardware, native)
 
 
 @pytest.mark.parametrize(
-    "hardware, asked, expected",
+    "hardware, native, asked, expected",
     [
-        (DESKTOP, {}, ("float16", "fp16_packed")),
-        (DESKTOP, {"weight_dtype": "float32"}, ("float32", "dense")),
-        (ARM, {}, ("float32", "dense")),
+        (DESKTOP, NO_NATIVE, {}, ("float16", "fp16_packed", "torch")),
+        (DESKTOP, NO_NATIVE, {"weight_dtype": "float32"}, ("float32", "dense", "torch")),
+        (ARM, NO_NATIVE, {}, ("float32", "dense", "torch")),
+        (DESKTOP, NATIVE, {}, ("stored", "native", "native")),
+        (ARM, NATIVE, {}, ("stored", "native", "native")),
+        (DESKTOP, msgspec.structs.replace(NATIVE, stored_bytes=0), {}, ("float16", "native", "native")),
+        (DESKTOP, NATIVE, {"weight_dtype": "float32"}, ("float32", "native", "native")),
+        (DESKTOP, NATIVE, {"cpu_kernels": "torch"}, ("float16", "fp16_packed", "torch")),
     ],
-    ids=["x86", "asked-for", "arm"],
 )
-def test_weights(hardware: HardwareSpec, asked: dict[str, Any], expected: tuple[str, str]) -> None:
-    made = plan(hardware=hardware, **asked)
-    assert (made.weight_dtype, made.linear_kernel) == expected
+def test_weights(
+    hardware: HardwareSpec, native: NativeKernels, asked: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    made = plan(hardware=hardware, native=native, **asked)
+    assert (made.weight_dtype, made.linear_kernel, made.attention_backend) == expected
+    assert made.native_library == (native.library if made.linear_kernel == "native" else "")
+    if made.weight_dtype == "stored":
+        assert made.weight_bytes == native.stored_bytes
+
+
+@pytest.mark.parametrize(
+    "native, asked, conflict",
+    [
+        (NO_NATIVE, {"cpu_kernels": "native"}, "there is no C compiler"),
+        (NO_NATIVE, {"weight_dtype": "stored"}, "needs --cpu-kernels native"),
+        (msgspec.structs.replace(NATIVE, stored_bytes=0), {"weight_dtype": "stored"}, "in Q4_0, Q4_1 or Q8_0"),
+    ],
+)
+def test_native_kernels_that_cannot_be_had(native: NativeKernels, asked: dict[str, Any], conflict: str) -> None:
+    with pytest.raises(PlanError, match=conflict):
+        plan(native=native, **asked)
+
+
+def test_the_reason_for_torch_is_said() -> None:
+    assert [reason.why for reason in plan().reasons if reason.field == "cpu_kernels"] == [
+        "the native ones cannot be used: there is no C compiler"
+    ]
 
 
 def test_memory_adds_up() -> None:
@@ -127,7 +164,7 @@ def test_every_value_has_a_reason() -> None:
     assert len(reasons) == len(made.reasons)
     assert set(reasons) == {info.name for info in settings.infos()} - settings.OF_SERVER | {"served_model_name"}
     assert {name for name, reason in reasons.items() if reason.why == "asked for"} == {"page_size"}
-    undecided = {"model", "revision", "load_format", "model_cache", "disable_prefix_cache", "seed"}
+    undecided = {"model", "revision", "load_format", "model_cache", "c_compiler", "disable_prefix_cache", "seed"}
     assert {name for name, reason in reasons.items() if reason.why == "default"} == undecided
     assert {reason.value for reason in plan(disable_prefix_cache=True, seed=3).reasons} >= {"true", "3"}
 
@@ -205,5 +242,5 @@ def test_a_plan_survives_the_way_to_another_process() -> None:
 def test_the_served_name() -> None:
     assert plan(model=SMOLLM2).served_model_name == "SmolLM2-135M-Instruct"
     named = settings.load({"model": "/models/m.gguf"})
-    assert resolve(named, CheckpointRef("/models/m.gguf", "gguf"), SMOLLM2, DESKTOP).served_model_name == "m"
+    assert resolve(named, CheckpointRef("/models/m.gguf", "gguf"), SMOLLM2, DESKTOP, NO_NATIVE).served_model_name == "m"
     assert plan(served_model_name="mine").served_model_name == "mine"

@@ -30,7 +30,7 @@ def test_all_that_is_wrong_is_said_at_once_as_the_user_wrote_it(
     assert str(caught.value).splitlines() == [
         "--page-size: 'big' is not valid, expected a whole number >= 1 or 'auto'",
         "--port: '70000' is not valid, expected a whole number >= 0 and <= 65535",
-        "--weight-dtype: 'int3' is not valid, expected 'auto', 'float32', 'float16'",
+        "--weight-dtype: 'int3' is not valid, expected 'auto', 'float32', 'float16', 'stored'",
         "SUREFOOT_LOOKAHEAD: '7' is not valid, expected 'auto', 0, 1",
         f"max_modle_len in {tmp_path}/a.toml: there is no such setting, did you mean max_model_len?",
         f"mem_fraction in {tmp_path}/a.toml: 2.0 is not valid, expected a number > 0 and < 1 or 'auto'",

@@ -17,6 +17,7 @@ from surefoot import LLM, SamplingParams
 from tests.e2e.conftest import TIGHT
 from tests.e2e.gauges import PREEMPTIONS, PREFIX_HITS, value
 from tests.e2e.server import Server
+from tests.native_kernels import native_library
 from tests.tiny import TinyLlama
 
 BATCH_TOKENS = 160
@@ -45,9 +46,10 @@ def requests() -> list[dict[str, Any]]:
 
 
 @cache
-def answers(model: Path, weight_dtype: str) -> list[str]:
+def answers(model: Path, cpu_kernels: str, weight_dtype: str) -> list[str]:
     """Each request alone, whole, without prefix cache, lookahead or need for preemption."""
-    settings = {"weight_dtype": weight_dtype, "lookahead": 0, "disable_prefix_cache": True, "max_running_requests": 1}
+    held = {"cpu_kernels": cpu_kernels, "weight_dtype": weight_dtype}
+    settings = {"lookahead": 0, "disable_prefix_cache": True, "max_running_requests": 1, **held}
     with LLM(str(model), kv_cache_tokens=512, **settings) as llm:
         out = []
         for request in requests():
@@ -87,22 +89,27 @@ async def all_at_once(server: Server, twice: bool) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "chunk, lookahead, weight_dtype, linear_kernel",
+    "chunk, lookahead, weight_dtype, kernels",
     [
-        (1, 1, "float32", "dense"),
-        (7, 1, "float32", "dense"),
-        (8, 1, "float32", "dense"),
-        (256, 1, "float32", "dense"),
-        (16, 0, "float32", "dense"),
-        (7, 1, "float16", "fp16_packed"),
+        (1, 1, "float32", "native/native"),
+        (7, 1, "float32", "native/native"),
+        (8, 1, "float32", "native/native"),
+        (256, 1, "float32", "native/native"),
+        (16, 0, "float32", "native/native"),
+        (7, 1, "float16", "native/native"),
+        (7, 1, "float32", "torch/dense"),
+        (7, 1, "float16", "torch/fp16_packed"),
     ],
-    ids=["one", "odd", "page", "whole", "lookahead-0", "fp16"],
+    ids=["one", "odd", "page", "whole", "lookahead-0", "fp16", "torch", "torch-fp16"],
 )
 def test_answers_do_not_depend_on_how_they_were_computed(
-    tiny_llama: TinyLlama, log: Path, chunk: int, lookahead: int, weight_dtype: str, linear_kernel: str
+    tiny_llama: TinyLlama, log: Path, chunk: int, lookahead: int, weight_dtype: str, kernels: str
 ) -> None:
-    wanted = answers(tiny_llama.path, weight_dtype)
-    tight = dict(TIGHT, chunked_prefill_size=chunk, lookahead=lookahead, weight_dtype=weight_dtype)
+    held = {"weight_dtype": weight_dtype, "cpu_kernels": kernels.split("/")[0]}
+    if kernels == "native/native":
+        native_library()
+    wanted = answers(tiny_llama.path, **held)
+    tight = dict(TIGHT, chunked_prefill_size=chunk, lookahead=lookahead, **held)
     with Server(log, model=tiny_llama.path, **tight) as server:
         for got in asyncio.run(all_at_once(server, twice=chunk != 1)):
             assert got == wanted + wanted
@@ -115,7 +122,7 @@ def test_answers_do_not_depend_on_how_they_were_computed(
         assert value(server, PREFIX_HITS) > 0
         for kind in ("decode/none", "mixed/some", "mixed/none"):
             assert any(path.startswith(kind) for path in paths), (kind, paths)
-        assert all(f"/torch/{linear_kernel}/" in path for path in paths), paths
+        assert all(f"/{kernels}/" in path for path in paths), paths
         for sampler in ("greedy/none", "plain/none", "full/none", "full/output"):
             assert any(path.endswith(sampler) for path in paths), (sampler, paths)
         assert server.stop() == 0

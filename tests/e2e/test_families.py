@@ -22,7 +22,7 @@ def test_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path, log: Pa
     tiny = write_tiny(family, tmp_path / "model")
     if format == "gguf":
         tiny = write_tiny_gguf(tiny, tmp_path / "model.gguf")
-    wanted = answers(tiny.path, "float32")
+    wanted = answers(tiny.path, "auto", "float32")
     assert len(set(wanted)) > 20  # the model tells the requests apart
     tight = dict(TIGHT, chunked_prefill_size=7, served_model_name="tiny")
     with Server(log, model=tiny.path, **tight) as server:

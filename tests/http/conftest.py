@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaConfig
 
 from surefoot.config import resolve, settings
-from surefoot.config.engine_plan import CheckpointRef, ServerPlan
+from surefoot.config.engine_plan import CheckpointRef, NativeKernels, ServerPlan
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_readers import read_model_spec
 from surefoot.frontend.engine_client import EngineClient
@@ -46,7 +46,9 @@ def server_plan(path: str, **changes: Any) -> ServerPlan:
     )
     checkpoint = CheckpointRef(path, "safetensors")
     hardware = HardwareSpec("x86_64", "a CPU", ("avx2",), 2, 1 << 30)
-    engine = resolve.resolve(asked, checkpoint, read_model_spec(checkpoint), hardware)
+    engine = resolve.resolve(
+        asked, checkpoint, read_model_spec(checkpoint), hardware, NativeKernels("", "none here", 0)
+    )
     return msgspec.structs.replace(resolve.server_plan(asked, engine), **changes)
 
 

@@ -15,16 +15,20 @@ from torch import Tensor
 
 from surefoot.attention.forward_inputs import ForwardInputs, PrefillSpan, Rows
 from surefoot.attention.kv_cache import KVCache
-from surefoot.attention.torch_backend import TorchBackend
+from surefoot.attention.native_backend import native_metadata
+from surefoot.attention.torch_backend import TorchBackend, TorchMetadata
 from surefoot.checkpoint.locate import CheckpointFormat
 from surefoot.config.bounds import Bounds, KVGroup
-from surefoot.config.engine_plan import CheckpointRef
+from surefoot.config.engine_plan import CheckpointRef, LinearKernel
 from surefoot.config.model_readers import read_model_spec
 from surefoot.config.model_spec import ModelSpec, for_context
 from surefoot.layers.linear import LinearScheme
 from surefoot.models.decoder import Decoder
+from surefoot.models.native_decoder import NativeDecoder
 from surefoot.models.registry import weight_rules
+from surefoot.native.kernels import Kernels
 from surefoot.runner.weight_loader import CheckpointWeights, GGUFTensors, SafetensorsTensors
+from tests.native_kernels import native_library
 
 SLOTS = 6
 PAGES = 160  # of a group
@@ -40,7 +44,13 @@ def read_spec(path: Path) -> ModelSpec:
 
 class Sequences:
     def __init__(
-        self, path: Path, max_model_len: int = 0, packed_fp16: bool = False, page_size: int = 16, seed: int = 0
+        self,
+        path: Path,
+        max_model_len: int = 0,
+        kernels: LinearKernel = "dense",
+        weight_dtype: str = "float32",
+        page_size: int = 16,
+        seed: int = 0,
     ) -> None:
         spec = read_spec(path)
         self.spec = for_context(spec, max_model_len or spec.max_context)
@@ -60,11 +70,21 @@ class Sequences:
         format = format_of(path)
         file = GGUFTensors(path) if format == "gguf" else SafetensorsTensors(path)
         weights = CheckpointWeights(file, weight_rules(self.spec, format), lambda *_: None)
-        scheme = LinearScheme("fp16_packed", torch.float16) if packed_fp16 else LinearScheme("dense", torch.float32)
-        self.backend = TorchBackend(page_size, groups, torch.float32)
         with torch.inference_mode():
-            self.model = Decoder(self.spec, weights, scheme, self.backend, torch.float32)
             self.cache = KVCache.allocate(self.spec, self.bounds, torch.float32)
+            self.model: Decoder[TorchMetadata] | NativeDecoder
+            if kernels == "native":
+                library = Kernels(native_library(), threads=2)
+                most_tokens = self.spec.max_context + SLOTS
+                self.model = NativeDecoder(
+                    self.spec, weights, weight_dtype, self.cache, page_size, most_tokens, library
+                )
+                self.make_metadata = native_metadata
+            else:
+                scheme = LinearScheme(kernels, {"float32": torch.float32, "float16": torch.float16}[weight_dtype])
+                backend = TorchBackend(page_size, groups, torch.float32)
+                self.model = Decoder(self.spec, weights, scheme, backend, torch.float32)
+                self.make_metadata = backend.make
             for layer in self.cache.layers:
                 layer.keys.normal_(std=10)
                 layer.values.normal_(std=10)
@@ -95,9 +115,9 @@ class Sequences:
             positions=positions,
             places=pages * self.page_size + positions % self.page_size,
             sample_rows=torch.arange(len(slots)),
-            attention=self.backend.make(attended, self.tables),
+            attention=self.make_metadata(attended, self.tables),
         )
-        logits = self.model.logits(self.model.forward(inputs, self.cache))
+        logits = self.model.logits(self.model.forward(inputs, self.cache)).clone()
         for slot, _ in rows:
             self._release(slot)
         return logits

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from surefoot.config.engine_plan import LinearKernel
 from tests.models.sequences import SLOTS, Sequences, read_spec
 from tests.tiny_families import FAMILIES, WINDOW, Tiny, write_tiny, write_tiny_gemma3_with_vision, write_tiny_gguf
 
@@ -41,11 +42,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def assert_all_logits(tiny: Tiny, chunks: list[int], **options: Any) -> None:
+def assert_all_logits(
+    tiny: Tiny, chunks: list[int], kernels: tuple[LinearKernel, ...] = ("dense", "native"), **options: Any
+) -> None:
     wanted = tiny.logits(PROMPT)
-    sequences = Sequences(tiny.path, **options)
-    for chunk in chunks:
-        torch.testing.assert_close(sequences.chunked(PROMPT, chunk), wanted, **TOLERANCE)
+    for kernel in kernels:
+        sequences = Sequences(tiny.path, kernels=kernel, **options)
+        for chunk in chunks:
+            torch.testing.assert_close(sequences.chunked(PROMPT, chunk), wanted, **TOLERANCE)
 
 
 def test_safetensors(tiny: Tiny) -> None:
@@ -223,14 +227,14 @@ def test_a_gemma3_that_also_sees(tmp_path: Path, prefix: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2", "phi3"])
-def test_packed_fp16_weights_are_fp16_weights(tmp_path: Path, family: str) -> None:
-    """The fast path equals transformers with the same rounded matrices, to the same tolerance."""
+def test_fp16_weights_are_fp16_weights(tmp_path: Path, family: str) -> None:
+    """The fast paths equal transformers with the same rounded matrices, to the same tolerance."""
     tiny = write_tiny(family, tmp_path)
     with torch.no_grad():
         for parameter in tiny.model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(parameter.half())
-    assert_all_logits(tiny, [7, 77], packed_fp16=True)
+    assert_all_logits(tiny, [7, 77], kernels=("fp16_packed", "native"), weight_dtype="float16")
 
 
 def test_layers_that_attend_alike_share_pages(tmp_path: Path) -> None:

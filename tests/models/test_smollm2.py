@@ -17,6 +17,7 @@ from surefoot import LLM, SamplingParams
 from surefoot.config.engine_plan import EnginePlan
 from surefoot.models.registry import NAMINGS, weight_rules
 from surefoot.runner.weight_loader import GGUFTensors
+from tests.native_kernels import native_library
 
 NEW_TOKENS = 64
 NEAR_TIE = 2e-3  # logits; the two programs' sums differ by up to 1e-4
@@ -86,10 +87,19 @@ def hugging_face_name(gguf_name: str) -> str:
     return safetensors[short].format(i=layer)
 
 
-@pytest.mark.parametrize("weight_dtype", ["float32", "float16"])
-def test_greedy_tokens_are_those_of_transformers(default_model_path: Path, weight_dtype: str) -> None:
-    with LLM(str(default_model_path), weight_dtype=weight_dtype, max_running_requests=16, max_model_len=512) as llm:
-        assert llm.plan.linear_kernel == {"float32": "dense", "float16": "fp16_packed"}[weight_dtype]
+@pytest.mark.parametrize(
+    "cpu_kernels, weight_dtype, linear_kernel",
+    [("torch", "float32", "dense"), ("torch", "float16", "fp16_packed"), ("auto", "stored", "native")],
+    ids=["dense", "fp16_packed", "native"],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    default_model_path: Path, cpu_kernels: str, weight_dtype: str, linear_kernel: str
+) -> None:
+    if linear_kernel == "native":
+        native_library()
+    wanted = {"cpu_kernels": cpu_kernels, "weight_dtype": weight_dtype, "max_running_requests": 16}
+    with LLM(str(default_model_path), max_model_len=512, **wanted) as llm:
+        assert llm.plan.linear_kernel == linear_kernel
         prompts = [llm.tokenizer.encode(text, add_special_tokens=True) for text in RAW]
         for text in SUBJECTS:
             for system in ("", "Answer in one word.", "You are a pirate."):

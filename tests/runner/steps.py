@@ -29,7 +29,13 @@ GREEDY = sampling()
 
 
 def make_runner(model: Path, **changes: Any) -> ModelRunner:
-    wanted = {"weight_dtype": "float32", "max_running_requests": 8, "kv_cache_tokens": 4096, **changes}
+    wanted = {
+        "cpu_kernels": "torch",
+        "weight_dtype": "float32",
+        "max_running_requests": 8,
+        "kv_cache_tokens": 4096,
+        **changes,
+    }
     return ModelRunner(
         plan_engine(settings.load({"model": str(model), **wanted}), Console(stderr=True)), lambda *_: None
     )

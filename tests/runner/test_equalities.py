@@ -18,9 +18,14 @@ PROMPTS = [
 PAGES = [list(range(10 * k, 10 * k + 8)) for k in range(len(PROMPTS))]
 
 
-@pytest.fixture(params=["float32", "float16"], ids=["dense", "fp16_packed"], scope="module")
+@pytest.fixture(
+    params=[("torch", "float32"), ("torch", "float16"), ("native", "float32"), ("native", "float16")],
+    ids=["dense", "fp16_packed", "native-float32", "native-float16"],
+    scope="module",
+)
 def runner(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> ModelRunner:
-    return make_runner(tiny_llama.path, weight_dtype=request.param)
+    cpu_kernels, weight_dtype = request.param
+    return make_runner(tiny_llama.path, cpu_kernels=cpu_kernels, weight_dtype=weight_dtype)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000], ids=["one-token", "odd", "page", "whole"])

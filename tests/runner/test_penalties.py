@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from surefoot.config.paths import SamplerKind
+from surefoot.kernels.sampling import greedy
 from surefoot.protocol.messages import Sampling
 from surefoot.runner.model_runner import ModelRunner
 from surefoot.runner.sampler import SamplingRows, sample
@@ -82,7 +83,7 @@ def test_all_combinations_in_one_batch_over_many_steps(vocab_size: int) -> None:
         logits = base + 0.2 * torch.randn(n, vocab_size, generator=generator)
         wanted = [row.next_token(row_logits) for row, row_logits in zip(rows, logits, strict=True)]
         sampling_rows = SamplingRows(plan, table)
-        tokens, finite = sample(logits.clone(), sampling_rows, table)
+        tokens, finite = sample(logits.clone(), sampling_rows, table, greedy)
         table.append(sampling_rows.slots, tokens)
         assert sampling_rows.kind is SamplerKind.FULL
         assert tokens.tolist() == wanted

@@ -14,25 +14,27 @@ struct activations {
     float *tables;   /* of each rope: [2, tokens, size / 2] */
 };
 
-static float *take(float **buffer, int64_t floats) {
-    float *taken = *buffer;
-    *buffer += (floats + 15) / 16 * 16;
+static float *take(float *buffer, int64_t *used, int64_t floats) {
+    float *taken = buffer ? buffer + *used : NULL;
+    *used += (floats + 15) / 16 * 16;
     return taken;
 }
 
-static float *place(const struct decoder *d, int64_t tokens, float *buffer, struct activations *a) {
-    a->normed = take(&buffer, tokens * d->hidden);
-    a->qkv = take(&buffer, tokens * (d->heads + 2 * d->kv_heads) * d->head_dim);
-    a->attended = take(&buffer, tokens * d->heads * d->head_dim);
-    a->gate_up = take(&buffer, tokens * 2 * d->intermediate);
-    a->gated = take(&buffer, tokens * d->intermediate);
-    a->tables = take(&buffer, tokens * d->head_dim * d->num_ropes);
-    return buffer;
+/* Returns how many floats of the buffer are used. */
+static int64_t place(const struct decoder *d, int64_t tokens, float *buffer, struct activations *a) {
+    int64_t used = 0;
+    a->normed = take(buffer, &used, tokens * d->hidden);
+    a->qkv = take(buffer, &used, tokens * (d->heads + 2 * d->kv_heads) * d->head_dim);
+    a->attended = take(buffer, &used, tokens * d->heads * d->head_dim);
+    a->gate_up = take(buffer, &used, tokens * 2 * d->intermediate);
+    a->gated = take(buffer, &used, tokens * d->intermediate);
+    a->tables = take(buffer, &used, tokens * d->head_dim * d->num_ropes);
+    return used;
 }
 
 int64_t decoder_buffer_floats(const struct decoder *decoder, int32_t tokens) {
     struct activations activations;
-    return place(decoder, tokens, NULL, &activations) - (float *)NULL;
+    return place(decoder, tokens, NULL, &activations);
 }
 
 static void embed(const struct decoder *d, const struct step *step) {

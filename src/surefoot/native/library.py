@@ -100,7 +100,7 @@ def _test(library: Path) -> None:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """What the command prints. Raises NativeError with the first lines of its complaint if it fails."""
+    """What the command prints. Raises NativeError with some lines of its complaint if it fails."""
     shown = f"{Path(command[0]).name} {command[-1]}"
     try:
         done = subprocess.run(
@@ -111,7 +111,8 @@ def _run(command: list[str], seconds: float) -> str:
     except OSError as error:
         raise NativeError(f"{command[0]} cannot be run: {error.strerror}") from error
     if done.returncode:
-        complaint = " | ".join(done.stderr.strip().splitlines()[-3:])
+        lines = done.stderr.strip().splitlines()
+        complaint = " | ".join([line for line in lines if "error" in line][:2] or lines[-2:])
         raise NativeError(f"{shown} failed with {_status(done.returncode)}: {complaint}")
     return done.stdout
 

@@ -20,50 +20,6 @@
 #define LANES 8
 #else
 #define LANES 4
-/* ---- linear.c: matrix products ---------------------------------------------------------------------------------- */
-
-enum weight_format { W4, W8, W16, W32 };
-
-struct linear {
-    int32_t format; /* enum weight_format */
-    int32_t inputs, outputs;
-    void *panels;      /* of linear_bytes */
-    const float *bias; /* [outputs], or NULL */
-};
-
-/* Of `panels`, which are to begin at a multiple of 64 and to be zero before they are packed. */
-int64_t linear_bytes(const struct linear *linear);
-/* Packs rows `first` to `first + count - 1` of W. `rows` holds these, each contiguous: GGUF blocks of Q4_1 for W4 and of
- * Q8_0 for W8, fp16 numbers for W16, fp32 for W32. W4 and W8 need a multiple of 32 inputs. */
-void linear_pack(const struct linear *linear, const void *rows, int64_t first, int64_t count);
-/* Writes row `row` of W: [inputs]. */
-void linear_row(const struct linear *linear, int64_t row, float *to);
-/* y = x W^T + bias, or y += that. x: [rows, inputs], y: [rows, outputs], contiguous. */
-void linear(struct pool *pool, const struct linear *linear, const float *x, int32_t rows, float *y, int32_t add);
-
-/* ---- attention.c ------------------------------------------------------------------------------------------------ */
-
-/* One row of a step: tokens of one sequence. Their keys and values are in the cache already. */
-struct row {
-    int32_t first;        /* its first token, in the step */
-    int32_t count;        /* 1 for a decode row */
-    int32_t start;        /* position of that token */
-    const int64_t *pages; /* page ids from position 0 on; of those that no token sees, none is read */
-};
-
-struct attention {
-    const float *q; /* [tokens, heads, head_dim], tokens q_stride floats apart */
-    float *out;     /* [tokens, heads, head_dim], contiguous */
-    const float *keys, *values; /* [pages, page_size, kv_heads, head_dim] */
-    const struct row *rows;
-    int32_t num_rows, q_stride, heads, kv_heads, head_dim, page_size;
-    int32_t window; /* tokens that a token sees, itself included; 0: all up to itself */
-    float scale, softcap; /* softcap 0: none */
-};
-
-/* softmax(cap(scale * q k^T)) v over the tokens that each token sees; cap(x) = softcap * tanh(x / softcap). */
-void attention(struct pool *pool, const struct attention *attention);
-
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -93,29 +49,6 @@ INLINE float sum_of(vec x) {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 #else
     return (x[0] + x[2]) + (x[1] + x[3]);
-/* ---- attention.c ------------------------------------------------------------------------------------------------ */
-
-/* One row of a step: tokens of one sequence. Their keys and values are in the cache already. */
-struct row {
-    int32_t first;        /* its first token, in the step */
-    int32_t count;        /* 1 for a decode row */
-    int32_t start;        /* position of that token */
-    const int64_t *pages; /* page ids from position 0 on; of those that no token sees, none is read */
-};
-
-struct attention {
-    const float *q; /* [tokens, heads, head_dim], tokens q_stride floats apart */
-    float *out;     /* [tokens, heads, head_dim], contiguous */
-    const float *keys, *values; /* [pages, page_size, kv_heads, head_dim] */
-    const struct row *rows;
-    int32_t num_rows, q_stride, heads, kv_heads, head_dim, page_size;
-    int32_t window; /* tokens that a token sees, itself included; 0: all up to itself */
-    float scale, softcap; /* softcap 0: none */
-};
-
-/* softmax(cap(scale * q k^T)) v over the tokens that each token sees; cap(x) = softcap * tanh(x / softcap). */
-void attention(struct pool *pool, const struct attention *attention);
-
 #endif
 }
 

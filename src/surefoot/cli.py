@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from surefoot import __version__
-from surefoot.commands import flags
+from surefoot.commands import bench_serve, flags
 from surefoot.commands.flags import Arguments
 from surefoot.config import settings as settings_module
 from surefoot.config.settings import limit_openmp_spinning
@@ -33,6 +33,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "generate": "continue prompts, or answer a file of requests",
     "plan": "show what serve would do here, without loading the weights",
+    "bench": "measure servers, side by side",
     "completion": "print a script that completes commands in your shell",
 }
 USAGE = {
@@ -40,6 +41,7 @@ USAGE = {
     "chat": "[MODEL] [flags]",
     "generate": "[MODEL] [PROMPT ...] [flags]",
     "plan": "[MODEL] [flags]",
+    "bench": "serve [URL] [flags]",
     "completion": "SHELL",
 }
 
@@ -80,6 +82,12 @@ surefoot generate -i requests.jsonl -o answers.jsonl""",
 surefoot plan                        the default model on this machine
 surefoot plan model.gguf --max-running-requests 256 --max-model-len 8192
 surefoot plan model.gguf --json | jq .bounds""",
+    "bench": """\
+surefoot bench serve                 1, 16 and 64 clients against 127.0.0.1:8000
+surefoot bench serve URL --against OTHER --repeat 3 --html report.html
+surefoot bench serve --workload prefix --prefix-length 1000 --concurrency 16
+surefoot bench serve --rate 1 2 4 --burstiness 0.5
+surefoot bench serve --find-rate --ttft-limit 1 --itl-limit 0.1""",
     "completion": """\
 eval "$(surefoot completion bash)"   for this shell, or as a line of ~/.bashrc
 surefoot completion zsh > ~/.zfunc/_surefoot
@@ -142,6 +150,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         ("chat", _add_chat),
         ("generate", _add_generate),
         ("plan", _add_plan),
+        ("bench", _add_bench),
         ("completion", _add_completion),
     ):
         what = COMMANDS[name]
@@ -194,6 +203,11 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     flags.add_settings(command, settings_module.infos(), model_argument=True)
 
 
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument_group("what").add_argument("kind", choices=("serve",), metavar="serve", help="over HTTP")
+    bench_serve.add_arguments(command)
+
+
 def _add_completion(command: argparse.ArgumentParser) -> None:
     command.add_argument_group("shells").add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
@@ -235,6 +249,8 @@ def _run(argv: Sequence[str]) -> int:
         print(shtab.complete(parser(), arguments["shell"]))
         return 0
     console = Console(stderr=True)
+    if arguments["command"] == "bench":
+        return bench_serve.run(argparse.Namespace(**arguments), console)
     settings = flags.settings_of(arguments)
     limit_openmp_spinning()
     match arguments["command"]:

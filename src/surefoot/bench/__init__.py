@@ -1,0 +1,1 @@
+"""Load for OpenAI-compatible servers, and what they make of it: HTTP only."""

@@ -53,7 +53,7 @@ setup-dev: .venv/installed-dev
 
 .venv/installed: pyproject.toml .venv/bin/python
 	@echo "--- installing surefoot and what it needs into .venv (README.md says how large that is)"
-	$(BIN)/pip install --disable-pip-version-check $(TORCH) -e .
+	$(BIN)/pip install --disable-pip-version-check $(TORCH) -e '.[bench]'
 	@touch $@
 
 .venv/installed-dev: pyproject.toml .venv/installed

@@ -39,6 +39,19 @@ def findings(path: Path, root: Path) -> Iterator[tuple[str, int, str]]:
                 yield from ((name, line, what) for line, what in class_findings(node))
 
 
+def c_findings(path: Path, root: Path) -> Iterator[tuple[str, int, str]]:
+    """Budgets of C, whose top-level definitions begin and end in the first column."""
+    name, lines = path.relative_to(root).as_posix(), path.read_text().splitlines()
+    if len(lines) > MAX_FILE_LINES:
+        yield name, 1, f"{len(lines)} lines, the limit is {MAX_FILE_LINES}"
+    start = 0
+    for number, line in enumerate(lines, 1):
+        if line[:1].isalpha() or line.startswith("_"):
+            start = number
+        elif line.startswith("}") and number - start + 1 > MAX_FUNCTION_LINES:
+            yield name, start, f"{lines[start - 1]} has {number - start + 1} lines"
+
+
 def function_findings(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
     is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -70,10 +83,12 @@ def class_findings(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
 def main() -> int:
     root = Path(sys.argv[1])
     files = sorted(root.rglob("*.py"))
+    c_files = sorted((*root.rglob("*.c"), *root.rglob("*.h")))
     found = [finding for path in files for finding in findings(path, root)]
+    found += [finding for path in c_files for finding in c_findings(path, root)]
     for name, line, what in found:
         print(f"{name}:{line}: {what}")
-    print(f"style check: {len(found)} findings in {len(files)} files")
+    print(f"style check: {len(found)} findings in {len(files) + len(c_files)} files")
     return bool(found)
 
 

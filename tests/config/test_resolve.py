@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from surefoot.config import settings
-from surefoot.config.engine_plan import CheckpointRef, EnginePlan, NativeKernels
+from surefoot.config.engine_plan import CheckpointRef, EnginePlan, NativeKernels, ThreadsSpeed
 from surefoot.config.hardware import HardwareSpec
 from surefoot.config.model_spec import LayerKind, ModelSpec, NoRopeScaling, Rope
 from surefoot.config.resolve import PlanError, resolve
@@ -84,6 +84,26 @@ def test_weights(
 def test_native_kernels_that_cannot_be_had(native: NativeKernels, asked: dict[str, Any], conflict: str) -> None:
     with pytest.raises(PlanError, match=conflict):
         plan(native=native, **asked)
+
+
+@pytest.mark.parametrize(
+    "speeds, threads",
+    [
+        ([(1, 10, 50), (2, 20, 100)], 2),
+        ([(1, 10, 50), (2, 10.1, 51)], 1),  # two hyper-threads of one core
+        ([(1, 10, 50), (2, 20, 100), (4, 20, 100), (6, 19, 98)], 2),  # a quota of two CPUs
+        ([(1, 10, 50), (2, 18, 100), (4, 20, 200), (8, 19, 400)], 8),  # the bus is full, but arithmetic gains
+        ([(1, 10, 50), (2, 5, 20)], 1),
+    ],
+)
+def test_threads_are_the_fewest_of_the_fastest(speeds: list[tuple[int, float, float]], threads: int) -> None:
+    native = msgspec.structs.replace(NATIVE, speeds=tuple(ThreadsSpeed(n, r * 1e9, f * 1e9) for n, r, f in speeds))
+    made = plan(native=native)
+    assert made.num_threads == threads
+    (why,) = (reason.why for reason in made.reasons if reason.field == "threads")
+    assert why.startswith("the fewest of the fastest; with 1: 10 GB/s and 50 GFLOP/s, with 2: ")
+    assert plan(native=native, threads=3).num_threads == 3
+    assert plan(native=native, cpu_kernels="torch").num_threads == DESKTOP.num_cpus
 
 
 def test_the_reason_for_torch_is_said() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import stat
 import threading
@@ -21,6 +23,7 @@ def silent(_: str) -> None: ...
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """One quick source instead of the kernels, whose test always passes."""
+    native_library()  # skips where there is no compiler; of the true sources, since it is made once for all tests
     sources = tmp_path / "sources"
     sources.mkdir()
     monkeypatch.setattr(library, "SOURCES", sources)
@@ -29,7 +32,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     def write(text: str) -> None:
         (sources / "a.c").write_text(text)
 
-    native_library()  # skips where there is no compiler
     write("int one(void) { return 1; }\n")
     return write
 
@@ -49,6 +51,25 @@ def test_compiled_once(small: Callable[[str], None], tmp_path: Path) -> None:
     assert ensure("", tmp_path / "cache", said.append) != first
     assert len(said) == 2
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]
+
+
+def test_another_compiler_makes_its_own(small: Callable[[str], None], tmp_path: Path) -> None:
+    other = script(tmp_path / "mycc", 'exec cc "$@"')
+    assert ensure("", tmp_path / "cache", silent) != ensure(other, tmp_path / "cache", silent)
+
+
+def test_a_command_with_arguments(small: Callable[[str], None], tmp_path: Path) -> None:
+    """`ccache gcc`, say."""
+    assert ctypes.CDLL(str(ensure("env LC_ALL=C cc -O1", tmp_path / "cache", silent))).one() == 1
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_cut_file_is_not_loaded(small: Callable[[str], None], tmp_path: Path, size: int) -> None:
+    library = ensure("", tmp_path / "cache", silent)
+    os.truncate(library, size)
+    said: list[str] = []
+    assert ctypes.CDLL(str(ensure("", tmp_path / "cache", said.append))).one() == 1
+    assert len(said) == 1
 
 
 def test_two_at_once(small: Callable[[str], None], tmp_path: Path) -> None:
@@ -83,9 +104,10 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("exit 3", "failed with exit code 3"),
         ("exit 0", "made no library"),
         ("kill -9 $$", "failed with signal 9"),
-        ("[ $1 = --version ] || exec sleep 60", "did not end within 1 s"),
+        ("[ $1 = --version ] || sleep 60", "did not end within 1 s"),  # sleep is a child that holds the pipes
+        ("[ $1 = --version ] || head -c 200 /dev/urandom >&2; exit 1", "failed with exit code 1"),
     ],
-    ids=["fails", "makes-nothing", "killed", "hangs"],
+    ids=["fails", "makes-nothing", "killed", "hangs", "not-utf8"],
 )
 def test_broken_compilers(
     small: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, complaint: str
@@ -101,6 +123,14 @@ def test_a_folder_that_cannot_be_made(small: Callable[[str], None], tmp_path: Pa
         ensure("", tmp_path / "file" / "cache", silent)
 
 
+def test_a_file_that_is_no_program(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_bytes(b"neither a script nor a binary\n")
+    compiler.chmod(0o755)
+    with pytest.raises(NativeError, match=r"cc cannot be run: Exec format error"):
+        ensure(str(compiler), tmp_path / "cache", silent)
+
+
 def test_a_library_that_crashes_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native_library()
     sources = tmp_path / "sources"
@@ -112,6 +142,6 @@ def test_a_library_that_crashes_is_not_kept(tmp_path: Path, monkeypatch: pytest.
     )
     (sources / "pool.c").write_text(broken)
     monkeypatch.setattr(library, "SOURCES", sources)
-    with pytest.raises(NativeError, match="failed with signal"):
+    with pytest.raises(NativeError, match=r"the test of the compiled kernels failed with signal \d+ \("):
         ensure("", tmp_path / "cache", silent)
     assert not list((tmp_path / "cache").iterdir())

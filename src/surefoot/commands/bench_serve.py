@@ -282,16 +282,16 @@ def _print(result: BenchResult, highest: dict[str, float], out: Console) -> None
     for server in result.servers:
         out.print(f"{server.name}: {server.software}, model {server.model}, plan {server.plan_hash}")
     several = len(result.servers) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("level", *(["server"] if several else [])):
-        table.add_column(column)
-    for column in ("tok/s", "TTFT\np50 ms", "\np99 ms", "gap\np50 ms", "\np99 ms", "whole\np50 s", "hits", "failed"):
-        table.add_column(column, justify="right")
+        table.add_column(column, overflow="fold")
+    for column in ("tok/s", "TTFT\nms p50", "\np99", "gap\nms p50", "\np99", "whole\ns p50", "hits", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
     if several:
         table.add_column(f"{result.servers[0].name}\n/ this", justify="right")
     found = summaries(result)
     for summary in found:
-        table.add_row(*_cells(summary, several))
+        table.add_row(*_cells(summary, result.servers[0].name, several))
     out.print(table)
     for summary in found:
         for kind, count in {**summary.errors, "answer with too few tokens": summary.short}.items():
@@ -303,7 +303,7 @@ def _print(result: BenchResult, highest: dict[str, float], out: Console) -> None
         out.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
 
 
-def _cells(summary: Summary, several: bool) -> list[str]:
+def _cells(summary: Summary, first: str, several: bool) -> list[str]:
     cells = [
         summary.level,
         *([summary.server] if several else []),
@@ -317,7 +317,9 @@ def _cells(summary: Summary, several: bool) -> list[str]:
         str(sum(summary.errors.values())),
     ]
     if several:
-        cells.append(f"{summary.ratio:.2f}\n{summary.ratio_low:.2f}-{summary.ratio_high:.2f}")
+        cells.append(
+            f"{summary.ratio:.2f}\n{summary.ratio_low:.2f}-{summary.ratio_high:.2f}" if summary.server != first else ""
+        )
     return cells
 
 

@@ -60,7 +60,8 @@ def _print_plan(plan: EnginePlan, settings: Settings) -> None:
     out.print(
         f"[bold]{escape(plan.served_model_name)}[/]: {model.family}, {model.num_layers} layers of {model.hidden_size}, "
         f"{model.vocab_size} tokens\n{escape(plan.checkpoint.path)}\n"
-        f"on {escape(machine.cpu_name)}: {machine.num_cpus} CPUs, {_gib(machine.memory_available)} available"
+        f"on {escape(machine.cpu_name)} ({', '.join(machine.cpu_features) or machine.machine}): "
+        f"{machine.num_cpus} CPUs, {_gib(machine.memory_available)} available"
     )
     for title, reasons in (("Settings", plan.reasons), ("Server", _server_reasons(settings))):
         rows = ((reason.field, reason.value or "(empty)", reason.why) for reason in reasons)

@@ -36,12 +36,21 @@ class KVLayout(Struct, frozen=True):
     bytes_per_token: tuple[int, ...]  # over all layers of a KV group, for each group
 
 
+class ThreadsSpeed(Struct, frozen=True):
+    """Of the native kernels with so many threads, measured here."""
+
+    threads: int
+    bytes_per_second: float  # of weights that a product of one row reads
+    flops: float  # of a product of many rows
+
+
 class NativeKernels(Struct, frozen=True):
     """What a plan must know of the native kernels and of what they would hold."""
 
     library: str  # path of the library that was compiled for this machine; empty: there is none
     problem: str  # why there is none
     stored_bytes: int  # of the checkpoint's matrices if those stay quantised that kernels read; 0: none is quantised
+    speeds: tuple[ThreadsSpeed, ...] = ()  # ascending numbers; empty: there is one CPU, or they are busy
 
 
 class EnginePlan(Struct, frozen=True):

@@ -13,12 +13,13 @@ from msgspec import Struct
 class HardwareSpec(Struct, frozen=True):
     machine: str  # "x86_64", "aarch64"
     cpu_name: str
-    cpu_features: tuple[str, ...]  # those that a choice depends on
+    cpu_features: tuple[str, ...]  # those of FEATURES that it has
     num_cpus: int  # that this process may use: affinity and cgroup quota
     memory_available: int  # bytes free for this process now: the system's figure and the cgroup's limit
 
 
-FEATURES = ("avx2", "fma", "f16c", "avx512f", "asimd")
+# What decides which kernels are used, and how fast they are.
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd")
 
 
 def probe() -> HardwareSpec:

@@ -12,11 +12,12 @@ from surefoot.checkpoint.errors import CheckpointError
 from surefoot.checkpoint.gguf import GGMLType, GGUFFile
 from surefoot.checkpoint.locate import HubModel, locate
 from surefoot.config import hardware
-from surefoot.config.engine_plan import CheckpointRef, EnginePlan, NativeKernels
+from surefoot.config.engine_plan import CheckpointRef, EnginePlan, NativeKernels, ThreadsSpeed
 from surefoot.config.model_readers import read_model_spec
 from surefoot.config.resolve import resolve
 from surefoot.config.settings import Settings
 from surefoot.native.library import NativeError, ensure
+from surefoot.native.threads import measure
 
 DEFAULT_MODEL = "default"
 NATIVE_FOLDER = DEFAULT_CACHE_DIR.parent / "kernels"
@@ -29,13 +30,13 @@ def plan_engine(settings: Settings, console: Console, fetch_weights: bool = True
     Raises CheckpointError or PlanError, both ValueErrors with a way out.
     """
     checkpoint = _find_checkpoint(settings, console, fetch_weights and settings.load_format == "checkpoint")
-    return resolve(
-        settings, checkpoint, read_model_spec(checkpoint), hardware.probe(), _native(settings, checkpoint, console)
-    )
+    machine = hardware.probe()
+    native = _native(settings, checkpoint, machine.num_cpus, console)
+    return resolve(settings, checkpoint, read_model_spec(checkpoint), machine, native)
 
 
-def _native(settings: Settings, checkpoint: CheckpointRef, console: Console) -> NativeKernels:
-    """Compiles the native kernels if they may be used and are not there."""
+def _native(settings: Settings, checkpoint: CheckpointRef, num_cpus: int, console: Console) -> NativeKernels:
+    """Compiles the native kernels if they may be used and are not there, and measures them if that decides anything."""
     stored = settings.load_format == "checkpoint" and checkpoint.format == "gguf"
     stored_bytes = stored_matrix_bytes(GGUFFile.open(Path(checkpoint.path))) if stored else 0
     if settings.cpu_kernels == "torch":
@@ -44,7 +45,15 @@ def _native(settings: Settings, checkpoint: CheckpointRef, console: Console) -> 
         library = ensure(settings.c_compiler, NATIVE_FOLDER, console.print)
     except NativeError as error:
         return NativeKernels("", str(error), stored_bytes)
-    return NativeKernels(str(library), "", stored_bytes)
+    speeds = _speeds(library, num_cpus) if settings.threads == "auto" and num_cpus > 1 else ()
+    return NativeKernels(str(library), "", stored_bytes, speeds)
+
+
+def _speeds(library: Path, num_cpus: int) -> tuple[ThreadsSpeed, ...]:
+    """With 1, 2, 4, ... threads, and with one for each CPU."""
+    counts = [*(1 << power for power in range((num_cpus - 1).bit_length())), num_cpus]
+    measured = zip(counts, measure(library, counts), strict=False)  # nothing is measured on busy CPUs
+    return tuple(ThreadsSpeed(count, read, flops) for count, (read, flops) in measured)
 
 
 def stored_matrix_bytes(file: GGUFFile) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from surefoot.checkpoint.locate import HubModel
+from surefoot.config import cpu_choices
 from surefoot.config.bounds import Bounds, KVGroup, held_pages
 from surefoot.config.catalog import ATTENTION_BACKENDS, DTYPE_BYTES, FAMILIES, kv_pages_layout
 from surefoot.config.engine_plan import (
@@ -89,12 +90,12 @@ def resolve(
     )
     device = choose("device", settings.device, "cpu", "the only one implemented")
     dtype = choose("dtype", settings.dtype, "float32", "CPUs compute in it, and rounding activations changes answers")
-    kernels = choose("cpu_kernels", settings.cpu_kernels, *_cpu_kernels(native))
-    weight_dtype = choose("weight_dtype", settings.weight_dtype, *_weight_dtype(kernels, native, hardware))
+    kernels = choose("cpu_kernels", settings.cpu_kernels, *cpu_choices.kernels(native))
+    weight_dtype = choose("weight_dtype", settings.weight_dtype, *cpu_choices.weight_dtype(kernels, native, hardware))
     linear_kernel: LinearKernel = "fp16_packed" if weight_dtype == "float16" else "dense"
     if kernels == "native":
         linear_kernel = "native"
-    threads = choose("threads", settings.threads, hardware.num_cpus, "CPUs that this process may use")
+    threads = choose("threads", settings.threads, *cpu_choices.threads(kernels, native, hardware))
     lookahead = choose("lookahead", settings.lookahead, 1, "planning and sending overlap with the step")
     fraction = choose("mem_fraction", settings.mem_fraction, CPU_MEM_FRACTION, "leaves room for other programs")
     page_size = choose("page_size", settings.page_size, PAGE_SIZE, "a prefix hit recomputes less than one page")
@@ -152,28 +153,6 @@ def server_plan(settings: Settings, engine: EnginePlan) -> ServerPlan:
         log_level=settings.log_level,
         log_format=settings.log_format,
     )
-
-
-def _has_fp16_kernel(hardware: HardwareSpec) -> bool:
-    return hardware.machine == "x86_64" and {"avx2", "fma", "f16c"} <= set(hardware.cpu_features)
-
-
-def _cpu_kernels(native: NativeKernels) -> tuple[Literal["native", "torch"], str]:
-    if native.library:
-        return "native", "compiled for this CPU and tested"
-    return "torch", f"the native ones cannot be used: {native.problem}"
-
-
-def _weight_dtype(
-    kernels: Literal["native", "torch"], native: NativeKernels, hardware: HardwareSpec
-) -> tuple[Literal["stored", "float16", "float32"], str]:
-    if kernels == "native" and native.stored_bytes:
-        return "stored", "fewest bytes to read; activations and sums stay float32"
-    if kernels == "native":
-        return "float16", "half the bytes; activations and sums stay float32"
-    if _has_fp16_kernel(hardware):
-        return "float16", "this CPU has AVX2 and F16C: half the bytes, activations and sums stay float32"
-    return "float32", "float16 weights need AVX2 and F16C, which this CPU lacks"
 
 
 def weight_bytes(model: ModelSpec, weight_dtype: str, linear_kernel: LinearKernel, stored_bytes: int) -> int:
@@ -315,7 +294,7 @@ def _conflicts(plan: EnginePlan, native: NativeKernels) -> Iterator[str]:
         yield "--weight-dtype stored needs --cpu-kernels native: use float16 or float32"
     elif plan.weight_dtype == "stored" and not native.stored_bytes:
         yield "--weight-dtype stored: no matrix of this checkpoint is in Q4_0, Q4_1 or Q8_0: use float16 or float32"
-    if plan.linear_kernel == "fp16_packed" and not _has_fp16_kernel(hardware):
+    if plan.linear_kernel == "fp16_packed" and not cpu_choices.has_fp16_kernel(hardware):
         yield f"--weight-dtype float16 needs an x86 CPU with AVX2 and F16C, this is {hardware.cpu_name}: use float32"
     backend, layout = ATTENTION_BACKENDS[plan.attention_backend], plan.kv_layout
     if (

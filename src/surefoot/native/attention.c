@@ -13,7 +13,7 @@
 #include <string.h>
 
 #define BLOCK 64           /* keys that are taken together */
-#define BLOCK_ROWS 96      /* pairs of a query token and a head that are taken together, or one token's heads */
+#define BLOCK_ROWS 192        /* pairs of a query token and a head that are taken together, or one token's heads */
 #define SPLIT 512          /* tokens of a decode row that one task takes at least */
 #define TASKS_PER_THREAD 4
 

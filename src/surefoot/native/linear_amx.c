@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #define ROWS_OF_TASK 128
-#define PANELS_OF_TASK 3
+#define PANELS_OF_TASK 6
 #define GROUPS_AT_ONCE 4
 #define TILE 16 /* rows of a tile, and fp32 columns */
 

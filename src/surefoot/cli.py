@@ -33,7 +33,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "generate": "continue prompts, or answer a file of requests",
     "plan": "show what serve would do here, without loading the weights",
-    "bench": "measure servers, side by side",
+    "bench": "measure servers side by side, the engine alone, or one step",
     "completion": "print a script that completes commands in your shell",
 }
 USAGE = {
@@ -41,7 +41,7 @@ USAGE = {
     "chat": "[MODEL] [flags]",
     "generate": "[MODEL] [PROMPT ...] [flags]",
     "plan": "[MODEL] [flags]",
-    "bench": "serve [URL] [flags]",
+    "bench": "serve|offline|step [URL or MODEL] [flags]",
     "completion": "SHELL",
 }
 
@@ -87,7 +87,9 @@ surefoot bench serve                 1, 16 and 64 clients against 127.0.0.1:8000
 surefoot bench serve URL --against OTHER --repeat 3 --html report.html
 surefoot bench serve --workload prefix --prefix-length 1000 --concurrency 16
 surefoot bench serve --rate 1 2 4 --burstiness 0.5
-surefoot bench serve --find-rate --ttft-limit 1 --itl-limit 0.1""",
+surefoot bench serve --find-rate --ttft-limit 1 --itl-limit 0.1
+surefoot bench offline model.gguf --requests 64
+surefoot bench step model.gguf --context 1024""",
     "completion": """\
 eval "$(surefoot completion bash)"   for this shell, or as a line of ~/.bashrc
 surefoot completion zsh > ~/.zfunc/_surefoot
@@ -204,8 +206,50 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument_group("what").add_argument("kind", choices=("serve",), metavar="serve", help="over HTTP")
-    bench_serve.add_arguments(command)
+    kinds = command.add_subparsers(dest="kind", required=True, metavar="KIND", title="kinds", prog="surefoot bench")
+    for kind, (what, argument, add_flags) in BENCHES.items():
+        one = kinds.add_parser(
+            kind,
+            usage=f"surefoot bench {kind} [{argument}] [flags]",
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        add_flags(one)
+        _add_help(one.add_argument_group("more"))
+
+
+def _add_bench_offline(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("load")
+    group.add_argument("--requests", type=int, default=16, metavar="N", help="all at once [%(default)s]")
+    for name in ("input", "output"):
+        group.add_argument(
+            f"--{name}", type=bench_serve.length, default=bench_serve.length("128"), metavar="TOKENS", help="[128]"
+        )
+    group.add_argument("--prefix-length", type=int, default=0, metavar="TOKENS", help="that all share [%(default)s]")
+    group.add_argument("--bench-seed", type=int, metavar="N", help="of the prompts [from the clock]")
+    _add_engine_bench(command, group, repeat=3)
+
+
+def _add_bench_step(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("steps")
+    group.add_argument("--context", type=int, default=256, metavar="TOKENS", help="of each row [%(default)s]")
+    _add_engine_bench(command, group, repeat=10)
+
+
+def _add_engine_bench(command: argparse.ArgumentParser, group: argparse._ArgumentGroup, repeat: int) -> None:
+    group.add_argument("--repeat", type=int, default=repeat, metavar="N", help="measurements [%(default)s]")
+    flags.complete_files(group.add_argument("--json", metavar="FILE", help="everything, for programs"))
+    flags.add_settings(command, _offline_settings(), model_argument=True)
+
+
+BENCHES = {
+    "serve": ("measure servers over HTTP, side by side", "URL", bench_serve.add_arguments),
+    "offline": ("measure the engine without HTTP", "MODEL", _add_bench_offline),
+    "step": ("measure steps by kind and size, beside this machine's limits", "MODEL", _add_bench_step),
+}
 
 
 def _add_completion(command: argparse.ArgumentParser) -> None:
@@ -249,7 +293,7 @@ def _run(argv: Sequence[str]) -> int:
         print(shtab.complete(parser(), arguments["shell"]))
         return 0
     console = Console(stderr=True)
-    if arguments["command"] == "bench":
+    if arguments["command"] == "bench" and arguments["kind"] == "serve":
         return bench_serve.run(argparse.Namespace(**arguments), console)
     settings = flags.settings_of(arguments)
     limit_openmp_spinning()
@@ -266,6 +310,14 @@ def _run(argv: Sequence[str]) -> int:
             from surefoot.commands import chat
 
             return chat.run(settings, arguments, console)
+        case "bench" if arguments["kind"] == "offline":
+            from surefoot.commands import bench_offline
+
+            return bench_offline.run(settings, arguments, console)
+        case "bench":
+            from surefoot.commands import bench_step
+
+            return bench_step.run(settings, arguments, console)
         case _:
             from surefoot.commands import generate
 
@@ -282,6 +334,9 @@ def _parse(argv: Sequence[str]) -> Arguments:
     arguments, name = vars(parsed), parsed.command
     late = [word for word in unknown if name == "generate" and not word.startswith("-")]  # prompts after flags
     if wrong := [word for word in unknown if word not in late]:
+        if name == "bench":
+            see = f"`surefoot bench {parsed.kind} --help` lists all flags"
+            commands[name].error(f"unexpected argument {wrong[0]!r}: {see}")
         commands[name].error(_what_is(wrong[0], name, commands))
     if name == "generate":
         return flags.split_model({**arguments, "prompts": [*arguments["prompts"], *late]})

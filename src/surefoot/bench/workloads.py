@@ -86,7 +86,8 @@ class Maker:
 
     def make(self, length: int, rng: random.Random) -> Content:
         if self._kind == "ids":
-            return tuple(rng.randrange(FIRST_ID, self._vocab_size) for _ in range(length))
+            first = min(FIRST_ID, self._vocab_size // 2)
+            return tuple(rng.randrange(first, self._vocab_size) for _ in range(length))
         return " ".join(rng.choice(WORDS) for _ in range(length))
 
     def join(self, first: Content, second: Content) -> Content:

@@ -86,17 +86,17 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--input",
-        type=_length,
+        type=length,
         default=Length(128, 128),
         metavar="TOKENS",
         help="of a prompt: 128, or 64-256 [128]",
     )
-    group.add_argument("--output", type=_length, default=Length(128, 128), metavar="TOKENS", help="of an answer [128]")
+    group.add_argument("--output", type=length, default=Length(128, 128), metavar="TOKENS", help="of an answer [128]")
     group.add_argument(
         "--prefix-length", type=int, default=1000, metavar="TOKENS", help="of shared prefixes [%(default)s]"
     )
     group.add_argument("--prefixes", type=int, default=1, metavar="N", help="how many there are [%(default)s]")
-    group.add_argument("--turns", type=_length, default=Length(4, 4), metavar="N", help="of a conversation [4]")
+    group.add_argument("--turns", type=length, default=Length(4, 4), metavar="N", help="of a conversation [4]")
     group.add_argument("--file", type=Path, metavar="FILE", help="of sharegpt (JSON) or trace (JSONL)")
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="at which a trace is replayed [%(default)s]"
@@ -156,7 +156,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--allow-errors", action="store_true", help="exit with 0 although requests failed")
 
 
-def _length(text: str) -> Length:
+def length(text: str) -> Length:
     try:
         return Length.parse(text)
     except WorkloadError as error:

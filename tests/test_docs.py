@@ -214,9 +214,9 @@ def test_the_rule_for_names_finds_dead_ones() -> None:
 
 
 def test_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in cli.COMMANDS:
+    for words in [[command] for command in cli.COMMANDS] + [["bench", kind] for kind in cli.BENCHES]:
         with pytest.raises(SystemExit):
-            cli.parser().parse_args([command, "--help"])
+            cli.parser().parse_args([*words, "--help"])
     known = capsys.readouterr().out + "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     flag = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
     of_pip = {"--extra-index-url"}

@@ -41,7 +41,7 @@ USAGE = {
     "chat": "[MODEL] [flags]",
     "generate": "[MODEL] [PROMPT ...] [flags]",
     "plan": "[MODEL] [flags]",
-    "bench": "serve|offline|step [URL or MODEL] [flags]",
+    "bench": "KIND [URL or MODEL] [flags]",
     "completion": "SHELL",
 }
 
@@ -50,6 +50,7 @@ surefoot serve model.gguf --port 8001
 surefoot chat
 surefoot generate "The capital of France is" --max-tokens 8
 surefoot plan model.gguf --max-model-len 4096
+surefoot bench serve http://127.0.0.1:8000
 eval "$(surefoot completion bash)"
 """
 
@@ -83,12 +84,9 @@ surefoot plan                        the default model on this machine
 surefoot plan model.gguf --max-running-requests 256 --max-model-len 8192
 surefoot plan model.gguf --json | jq .bounds""",
     "bench": """\
-surefoot bench serve                 1, 16 and 64 clients against 127.0.0.1:8000
-surefoot bench serve URL --against OTHER --repeat 3 --html report.html
-surefoot bench serve --workload prefix --prefix-length 1000 --concurrency 16
-surefoot bench serve --rate 1 2 4 --burstiness 0.5
+surefoot bench serve --against http://127.0.0.1:8080 --html report.html
+surefoot bench serve --workload prefix --concurrency 16 --repeat 3
 surefoot bench serve --find-rate --ttft-limit 1 --itl-limit 0.1
-surefoot bench offline model.gguf --requests 64
 surefoot bench step model.gguf --context 1024""",
     "completion": """\
 eval "$(surefoot completion bash)"   for this shell, or as a line of ~/.bashrc

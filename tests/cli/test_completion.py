@@ -39,7 +39,7 @@ def replies(folder: Path, *words: str) -> set[str]:
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ([""], {"serve", "chat", "generate", "plan", "completion"}),
+        ([""], {"serve", "chat", "generate", "plan", "bench", "completion"}),
         (["pl"], {"plan"}),
         (["serve", "--max-b"], {"--max-body-mib"}),
         (["chat", "--max-b"], set()),

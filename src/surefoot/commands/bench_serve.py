@@ -9,6 +9,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -16,9 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from surefoot.bench import servers
-from surefoot.bench.client import Target
-from surefoot.bench.measure import Level, Limits, Measurement, hygiene
 from surefoot.bench.results import FORMAT, BenchResult, RequestRecord, ServerInfo, Summary, summaries
 from surefoot.bench.results import Workload as WorkloadRecord
 from surefoot.bench.workloads import (
@@ -34,6 +32,9 @@ from surefoot.bench.workloads import (
     WorkloadError,
 )
 from surefoot.config.hardware import probe
+
+if TYPE_CHECKING:
+    from surefoot.bench.measure import Level, Measurement
 
 EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_ARGUMENTS, EXIT_INTERRUPTED = 0, 1, 2, 130
 BUSY_SECONDS = 1.0  # of a run that is long enough to say
@@ -172,6 +173,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
             require_matplotlib()
         except MissingMatplotlib as error:
             raise WorkloadError(str(error)) from error
+    from surefoot.bench import servers  # what asks servers is not loaded for any other command
+    from surefoot.bench.client import Target
+    from surefoot.bench.measure import Limits, Measurement
+
     workload = _workload(args)
     levels = _levels(args)
     found = [servers.look_at(name, url, args.model, args.api_key) for name, url in _names(args).items()]
@@ -225,6 +230,8 @@ def _names(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _levels(args: argparse.Namespace) -> list[Level]:
+    from surefoot.bench.measure import Level
+
     if args.workload == "trace" and not args.concurrency and not args.rate:
         return [Level(0, 0.0, args.burstiness)]
     wrong = [value for value in (*args.concurrency, *args.rate) if value <= 0]
@@ -257,6 +264,8 @@ def _workload(args: argparse.Namespace) -> Workload:
 def _result(
     args: argparse.Namespace, workload: Workload, seed: int, found: list[ServerInfo], measurement: Measurement
 ) -> BenchResult:
+    from surefoot.bench.measure import hygiene
+
     machine = probe()
     warnings = list(dict.fromkeys(hygiene(workload, args.chat, args.prompts == "same", measurement.runs)))
     busy = max((run.client_busy for run in measurement.runs if run.seconds >= BUSY_SECONDS), default=0.0)

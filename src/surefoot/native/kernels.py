@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -161,12 +162,17 @@ class PackedWeight:
 
 
 def zeros_in_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """`size` bytes from a page's edge on, which the system hands out when they are first written.
+    """`size` bytes from a page's edge on, which the system hands out when they are first written. Raises MemoryError.
 
     In pages of 2 MiB where it has them: weights and caches are read from end to end in every step, and looking up where
     each 4 KiB of them are takes long.
     """
-    memory = mmap.mmap(-1, max(1, -(-size // HUGE_PAGE) * HUGE_PAGE))
+    whole = max(1, -(-size // HUGE_PAGE)) * HUGE_PAGE
+    try:
+        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {whole} bytes") from error
     if sys.platform == "linux":
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, size)

@@ -234,6 +234,7 @@ def _add_bench_offline(command: argparse.ArgumentParser) -> None:
 def _add_bench_step(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("steps")
     group.add_argument("--context", type=int, default=256, metavar="TOKENS", help="of each row [%(default)s]")
+    flags.complete_files(group.add_argument("--csv", metavar="FILE", help="the table in full"))
     _add_engine_bench(command, group, repeat=10)
 
 

@@ -18,9 +18,13 @@ class Behaviour:
     status: int = 200
     cut_after: int = -1  # tokens after which the connection is closed
     error_after: int = -1  # tokens after which an error event comes
+    stall_from: int = 1 << 30  # requests, from which on no answer comes
     short_by: int = 0  # tokens that answers lack
     cached_share: float = 0.0  # of prompt tokens
     usage: bool = True
+    metrics: bool = True  # else hits are told with each answer
+    silent: bool = False  # counts tokens that it does not send
+    reason: str = " No"  # after the status; HTTP lets it be empty
     seen: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -62,7 +66,7 @@ class MockServer:
                 async with self._slots:
                     await self._answer(json.loads(body), path, writer)
             await writer.drain()
-        except ConnectionError:
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         writer.close()
 
@@ -71,7 +75,9 @@ class MockServer:
             "/v1/models": json.dumps({"data": [{"id": "mock"}]}),
             "/version": json.dumps({"version": "1.2"}),
             "/metrics": f'vllm:prefix_cache_queries_total{{a="b"}} {self.prompt_tokens}\n'
-            f'vllm:prefix_cache_hits_total{{a="b"}} {self.cached_tokens}\n',
+            f'vllm:prefix_cache_hits_total{{a="b"}} {self.cached_tokens}\n'
+            if self.behaviour.metrics
+            else "",
         }.get(path)
         status = "404 Not Found" if content is None else "200 OK"
         content = content or "{}"
@@ -80,8 +86,10 @@ class MockServer:
     async def _answer(self, body: dict[str, Any], path: str, writer: asyncio.StreamWriter) -> None:
         how = self.behaviour
         how.seen.append(body)
+        if len(how.seen) > how.stall_from:
+            await asyncio.sleep(60)
         if how.status != 200:
-            writer.write(f"HTTP/1.1 {how.status} No\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            writer.write(f"HTTP/1.1 {how.status}{how.reason}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
             return
         chat = path.endswith("chat/completions")
         prompt = str(body["messages"]).split() if chat else body["prompt"]
@@ -94,7 +102,9 @@ class MockServer:
         wanted = body["max_tokens"] - how.short_by
         if how.first_delay:
             await asyncio.sleep(how.first_delay)
-        if not how.gap and how.cut_after < 0 and how.error_after < 0:
+        if how.silent:
+            pass
+        elif not how.gap and how.cut_after < 0 and how.error_after < 0:
             writer.write(event * wanted)
         else:
             began = time.perf_counter()
@@ -107,7 +117,9 @@ class MockServer:
                 writer.write(event)
                 await asyncio.sleep(max(0.0, began + (token + 1) * how.gap - time.perf_counter()))
         if how.usage:
-            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": wanted}
+            usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": wanted}
+            if not how.metrics:
+                usage["prompt_tokens_details"] = {"cached_tokens": cached}
             writer.write(_event({"choices": [], "usage": usage}))
         writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 

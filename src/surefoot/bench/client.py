@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -26,7 +26,7 @@ class Target(Struct, frozen=True):
     chat: bool  # /v1/chat/completions instead of /v1/completions
     api_key: str  # empty: none is sent
     timeout: float  # seconds of one request
-    extra: dict[str, Any]  # further fields of a request's body
+    exact: bool  # answers are to be as long as wanted: ignore_eos is sent
 
 
 class _Delta(Struct):
@@ -38,14 +38,14 @@ class _Choice(Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
 
 
-class _CachedTokens(Struct):
-    cached_tokens: int | None = 0
+class _PromptDetails(Struct):
+    cached_tokens: int | None = None
 
 
 class _Usage(Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
-    prompt_tokens_details: _CachedTokens | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(Struct):
@@ -73,8 +73,7 @@ class _Answer(asyncio.Protocol):
         self._finished = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
@@ -86,7 +85,7 @@ class _Answer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("" if self._finished else "broken stream")
 
-    def on_status(self, _: bytes) -> None:
+    def on_headers_complete(self) -> None:
         if (status := self._parser.get_status_code()) != 200:
             self.error = f"HTTP {status}"
 
@@ -95,8 +94,8 @@ class _Answer(asyncio.Protocol):
             return
         *lines, self._rest = (self._rest + body).split(b"\n")
         for line in lines:
-            if line.startswith(b"data: "):
-                self._event(line[6:])
+            if line.startswith(b"data:"):
+                self._event(line[5:])
 
     def on_message_complete(self) -> None:
         self._end("" if self._finished or self.error else "broken stream")
@@ -152,17 +151,19 @@ async def ask(
         if transport is not None:
             transport.close()
     usage = answer.usage or _Usage(completion_tokens=len(answer.times))  # a server that does not count
-    details = usage.prompt_tokens_details or _CachedTokens()
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
     times = answer.times
+    if usage.completion_tokens and not times:
+        answer.error = answer.error or "tokens without text"  # it counts what never came
     record = RequestRecord(
         began=began - run_began,
         ttft=times[0] - began if times else 0.0,
         total=time.perf_counter() - began,
         gaps=tuple(later - earlier for earlier, later in itertools.pairwise(times)),
         prompt_tokens=usage.prompt_tokens,
-        cached_tokens=details.cached_tokens or 0,
+        cached_tokens=-1 if cached is None else cached,
         output_tokens=usage.completion_tokens or 0,
-        wanted_tokens=wanted_tokens,
+        wanted_tokens=wanted_tokens if target.exact else 0,
         error=answer.error,
     )
     return record, "".join(answer.texts)
@@ -175,7 +176,7 @@ def _request(target: Target, path: str, host: str, prompt: Content | Messages, w
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **target.extra,
+        **({"ignore_eos": True} if target.exact else {}),
     }
     if target.chat:
         body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -12,37 +12,26 @@ from surefoot.bench.client import Messages, Target, ask
 from surefoot.bench.results import RequestRecord
 from surefoot.bench.workloads import Content, Session, WorkloadError
 
-Progress = Callable[[RequestRecord], None]  # told of every request that has ended
+Ended = Callable[[RequestRecord], None]  # told of every request that has ended
 
 
-async def closed_loop(
-    target: Target, sessions: Iterable[Session], clients: int, progress: Progress
-) -> tuple[list[RequestRecord], float]:
-    """Each client begins its next session when its last one has ended. Returns the requests, and the seconds from the
-    first one to the end of the last."""
+async def closed_loop(target: Target, sessions: Iterable[Session], clients: int, began: float, ended: Ended) -> None:
+    """Each client begins its next session when its last one has ended. began: of the run, by time.perf_counter."""
     left = iter(sessions)
-    records: list[RequestRecord] = []
-    began = time.perf_counter()
 
     async def client() -> None:
         for session in left:
-            await _run_session(target, session, began, records, progress)
+            await _run_session(target, session, began, ended)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return records, time.perf_counter() - began
 
 
-async def open_loop(
-    target: Target, sessions: Iterable[Session], progress: Progress
-) -> tuple[list[RequestRecord], float]:
+async def open_loop(target: Target, sessions: Iterable[Session], began: float, ended: Ended) -> None:
     """Each session begins when it arrives, however many there are."""
-    records: list[RequestRecord] = []
-    began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for session in sessions:
             await asyncio.sleep(max(0.0, session.arrives - (time.perf_counter() - began)))
-            tasks.create_task(_run_session(target, session, began, records, progress))
-    return records, time.perf_counter() - began
+            tasks.create_task(_run_session(target, session, began, ended))
 
 
 def arriving(sessions: Iterable[Session], rate: float, burstiness: float, rng: random.Random) -> Iterator[Session]:
@@ -54,15 +43,12 @@ def arriving(sessions: Iterable[Session], rate: float, burstiness: float, rng: r
         at += rng.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
-async def _run_session(
-    target: Target, session: Session, began: float, records: list[RequestRecord], progress: Progress
-) -> None:
+async def _run_session(target: Target, session: Session, began: float, ended: Ended) -> None:
     said: Messages = []
     for turn in session.turns:
         prompt = _prompt(target, said, turn.content) if len(session.turns) > 1 else turn.content
         record, text = await ask(target, prompt, turn.output_tokens, began)
-        records.append(record)
-        progress(record)
+        ended(record)
         if record.error:  # what follows would be another conversation
             return
         said += [{"role": "user", "content": str(turn.content)}, {"role": "assistant", "content": text}]

@@ -105,7 +105,7 @@ def _facts(result: BenchResult) -> Iterator[tuple[str, str, bool]]:
     """Name, value, whether it is code."""
     workload = result.workload
     if workload.prompts == "fresh":
-        prompts = "Fresh: no prompt was sent before, in this measurement or an earlier one."
+        prompts = "Fresh: each run has prompts of its own."
     else:
         prompts = "The same ones in every run: all runs but the first may find them in a server's cache."
     if workload.shared_tokens:

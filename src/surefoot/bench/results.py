@@ -23,9 +23,9 @@ class RequestRecord(Struct, frozen=True, array_like=True):
     total: float  # until the end of the answer
     gaps: tuple[float, ...]  # between pieces of text
     prompt_tokens: int  # as the server counts them
-    cached_tokens: int  # of those, what came from its prefix cache; 0 if it does not say
+    cached_tokens: int  # of those, what came from its prefix cache; -1 if it does not say
     output_tokens: int
-    wanted_tokens: int
+    wanted_tokens: int  # 0 if the answer may end early
     error: str  # kind; empty if it succeeded
 
 
@@ -41,6 +41,9 @@ class Run(Struct, frozen=True):
         float  # cached prompt tokens per prompt token, by the server's metrics, else by its answers; -1 if unknown
     )
     client_busy: float  # share of its time for which the busiest client process computed
+    client_lag: float = 0.0  # seconds by which a client process noticed an event late, at most, in 99 of 100 cases
+    client_processes: int = 1
+    sent_before: int = 0  # requests whose prompt this server had from an earlier run of this measurement
 
 
 class ServerInfo(Struct, frozen=True):
@@ -88,7 +91,8 @@ class Summary(Struct, frozen=True):
     output_rate: float  # output tokens per second: the median of the repeats
     request_rate: float
     ttft: Percentiles
-    inter_token: Percentiles
+    inter_token: Percentiles  # each gap between pieces of text
+    per_token: Percentiles  # of each request: the time after its first piece, per token that came then
     end_to_end: Percentiles
     hit_rate: float
     errors: dict[str, int]  # by kind
@@ -150,6 +154,7 @@ def _summary(server: str, level: str, runs: list[Run], first: list[Run]) -> Summ
         ),
         ttft=_percentiles(done, lambda request: (request.ttft,)),
         inter_token=_percentiles(done, lambda request: request.gaps),
+        per_token=_percentiles(done, _per_token),
         end_to_end=_percentiles(done, lambda request: (request.total,)),
         hit_rate=statistics.mean(known) if known else -1.0,
         errors=dict(Counter(request.error for request in requests if request.error)),
@@ -158,6 +163,10 @@ def _summary(server: str, level: str, runs: list[Run], first: list[Run]) -> Summ
         ratio_low=min(ratios, default=math.nan),
         ratio_high=max(ratios, default=math.nan),
     )
+
+
+def _per_token(request: RequestRecord) -> tuple[float, ...]:
+    return (sum(request.gaps) / (request.output_tokens - 1),) if request.output_tokens > 1 and request.gaps else ()
 
 
 def _percentiles(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import random
 import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from surefoot.bench.results import FORMAT, BenchResult, RequestRecord, ServerInfo, Summary, summaries
+from surefoot import __version__
+from surefoot.bench.results import FORMAT, BenchResult, RequestRecord, ServerInfo
 from surefoot.bench.results import Workload as WorkloadRecord
 from surefoot.bench.workloads import (
     ConversationWorkload,
@@ -31,29 +29,33 @@ from surefoot.bench.workloads import (
     Workload,
     WorkloadError,
 )
+from surefoot.commands import bench_serve_output as output
 from surefoot.config.hardware import probe
 
 if TYPE_CHECKING:
     from surefoot.bench.measure import Level, Measurement
 
-EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_ARGUMENTS, EXIT_INTERRUPTED = 0, 1, 2, 130
-BUSY_SECONDS = 1.0  # of a run that is long enough to say
-BUSY_FROM = 0.8  # share of its time that the client may compute before its own delays show in the numbers
+EXIT_OK, EXIT_FAILED_REQUESTS = 0, 1
+LONGEST_QUESTION = 1024  # tokens, of a ShareGPT file
+CLIENTS_EACH = 128  # that one process takes with ease, each with a stream of its own
+RATE_EACH = 100.0  # requests a second, likewise
 
-
-class _Terminal:
-    """A bar for each run."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-
-    def begin(self, server: str, level: str, repeat: int, requests: int) -> None:
-        description = f"{server} {level}" + (f" #{repeat + 1}" if repeat else "")
-        self._progress.reset(self._task, total=requests, description=description)
-
-    def request_ended(self, record: RequestRecord) -> None:
-        self._progress.advance(self._task)
+# The flags that make a workload; any other would be ignored, and is refused.
+WORKLOAD_FLAGS: dict[str, dict[str, Any]] = {
+    "random": {"input": Length(128, 128), "output": Length(128, 128), "prompt_kind": None, "vocab_size": 30000},
+    "prefix": {
+        "input": Length(128, 128),
+        "output": Length(128, 128),
+        "prefix_length": 1000,
+        "prefixes": 1,
+        "prompt_kind": None,
+        "vocab_size": 30000,
+    },
+    "conversations": {"input": Length(128, 128), "output": Length(128, 128), "turns": Length(4, 4)},
+    "sharegpt": {"input": Length(1, LONGEST_QUESTION), "output": None, "file": None},
+    "trace": {"file": None, "speed": 1.0, "prompt_kind": None, "vocab_size": 30000},
+}
+LIMIT_FLAGS = {"ttft_limit": 2.0, "itl_limit": 0.2, "limit_share": 0.9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,25 +87,15 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         default="random",
         help="%(choices)s [%(default)s]",
     )
-    group.add_argument(
-        "--input",
-        type=length,
-        default=Length(128, 128),
-        metavar="TOKENS",
-        help="of a prompt: 128, or 64-256 [128]",
-    )
-    group.add_argument("--output", type=length, default=Length(128, 128), metavar="TOKENS", help="of an answer [128]")
-    group.add_argument(
-        "--prefix-length", type=int, default=1000, metavar="TOKENS", help="of shared prefixes [%(default)s]"
-    )
-    group.add_argument("--prefixes", type=int, default=1, metavar="N", help="how many there are [%(default)s]")
-    group.add_argument("--turns", type=length, default=Length(4, 4), metavar="N", help="of a conversation [4]")
+    group.add_argument("--input", type=length, metavar="TOKENS", help="of a prompt: 128, or 64-256 [128]")
+    group.add_argument("--output", type=length, metavar="TOKENS", help="of an answer [128]")
+    group.add_argument("--prefix-length", type=count, metavar="TOKENS", help="of shared prefixes [1000]")
+    group.add_argument("--prefixes", type=count, metavar="N", help="how many there are [1]")
+    group.add_argument("--turns", type=length, metavar="N", help="of a conversation [4]")
     group.add_argument("--file", type=Path, metavar="FILE", help="of sharegpt (JSON) or trace (JSONL)")
-    group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="at which a trace is replayed [%(default)s]"
-    )
-    group.add_argument("--prompt-kind", choices=("ids", "words"), help="[ids; words for --chat and conversations]")
-    group.add_argument("--vocab-size", type=int, default=30000, metavar="N", help="ids are below this [%(default)s]")
+    group.add_argument("--speed", type=float, metavar="X", help="at which a trace is replayed [1]")
+    group.add_argument("--prompt-kind", choices=("ids", "words"), help="[ids; words for --chat]")
+    group.add_argument("--vocab-size", type=count, metavar="N", help="ids are below this [30000]")
     group.add_argument(
         "--prompts",
         choices=("fresh", "same"),
@@ -120,33 +112,27 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rate", type=float, nargs="+", default=[], metavar="R", help="requests a second of an open loop"
     )
-    group.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="1: Poisson; below: bursts; above: evener [%(default)s]",
-    )
+    group.add_argument("--burstiness", type=float, metavar="X", help="1: Poisson; below: bursts; above: evener [1]")
     group.add_argument(
         "--find-rate", action="store_true", help="the highest rate that keeps --ttft-limit and --itl-limit"
     )
-    group.add_argument("--ttft-limit", type=float, default=2.0, metavar="SECONDS", help="[%(default)s]")
+    group.add_argument("--ttft-limit", type=float, metavar="SECONDS", help="[2]")
+    group.add_argument("--itl-limit", type=float, metavar="SECONDS", help="between pieces of text [0.2]")
+    group.add_argument("--limit-share", type=float, metavar="X", help="of requests, and of gaps, that keep them [0.9]")
     group.add_argument(
-        "--itl-limit", type=float, default=0.2, metavar="SECONDS", help="between pieces of text [%(default)s]"
+        "--requests",
+        type=count,
+        metavar="N",
+        help="of a run [twice the concurrency; 32 with --rate; all of a trace; as many as --find-rate needs]",
     )
     group.add_argument(
-        "--limit-share",
-        type=float,
-        default=0.9,
-        metavar="X",
-        help="of requests and of gaps that keep them [%(default)s]",
+        "--repeat", type=count, default=1, metavar="N", help="runs of each server and level [%(default)s]"
     )
     group.add_argument(
-        "--requests", type=int, default=0, metavar="N", help="of a run [twice the concurrency, 32 at least with --rate]"
+        "--warm-up", type=natural, default=4, metavar="N", help="requests before the first run [%(default)s]"
     )
-    group.add_argument("--repeat", type=int, default=1, metavar="N", help="runs of each server and level [%(default)s]")
     group.add_argument(
-        "--warm-up", type=int, default=4, metavar="N", help="requests before the first run [%(default)s]"
+        "--clients", metavar="N", default="auto", help="processes that send the load [auto: as many as it needs]"
     )
 
 
@@ -154,7 +140,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
     group.add_argument("--html", type=Path, metavar="FILE", help="a report with figures")
     group.add_argument("--figures", type=Path, metavar="DIR", help="the figures as PNG and SVG")
-    group.add_argument("--allow-errors", action="store_true", help="exit with 0 although requests failed")
+    group.add_argument("--allow-errors", action="store_true", help="exit with 0 although requests failed or fell short")
 
 
 def length(text: str) -> Length:
@@ -162,6 +148,16 @@ def length(text: str) -> Length:
         return Length.parse(text)
     except WorkloadError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: write 1 or more")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    return 0 if text == "0" else count(text)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -175,50 +171,82 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise WorkloadError(str(error)) from error
     from surefoot.bench import servers  # what asks servers is not loaded for any other command
     from surefoot.bench.client import Target
-    from surefoot.bench.measure import Limits, Measurement
+    from surefoot.bench.measure import Measurement
+    from surefoot.bench.processes import LoadProcesses, LostProcessError
 
-    workload = _workload(args)
-    levels = _levels(args)
-    found = [servers.look_at(name, url, args.model, args.api_key) for name, url in _names(args).items()]
-    extra = {} if args.stop_at_eos else {"ignore_eos": True}
-    targets = {info.name: Target(info.url, info.model, args.chat, args.api_key, args.timeout, extra) for info in found}
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    interrupted = False
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        measurement = Measurement(targets, workload, seed, args.prompts == "same", _Terminal(progress))
-        highest: dict[str, float] = {}
+    workload = _workload(args, seed)
+    levels = _levels(args)
+    processes = _processes(args.clients, levels)
+    found = [servers.look_at(name, url, args.model, args.api_key) for name, url in _names(args).items()]
+    targets = {
+        info.name: Target(info.url, info.model, args.chat, args.api_key, args.timeout, not args.stop_at_eos)
+        for info in found
+    }
+    rates: dict[str, tuple[float, bool]] = {}
+    stopped: BaseException | None = None
+    with LoadProcesses(processes) as load, output.Bar(console) as bar:
+        measurement = Measurement(targets, workload, seed, args.prompts == "same", load, bar)
         try:
-            if args.warm_up:
-                measurement.warm_up(args.warm_up)
-            if args.find_rate:
-                limits = Limits(args.ttft_limit, args.itl_limit, args.limit_share)
-                for name in targets:
-                    first = args.rate[0] if args.rate else 1.0
-                    highest[name] = measurement.find_rate(name, limits, first, args.burstiness, args.requests or 32)
-            else:
-                for level in levels:
-                    measurement.run_level(
-                        level, args.requests or max(2 * level.clients, 32 if level.rate else 2), args.repeat
-                    )
-        except KeyboardInterrupt:
-            interrupted = True
-    if not measurement.runs:
-        console.print("nothing was measured")
-        return EXIT_INTERRUPTED
+            _measure(args, measurement, levels, workload, rates)
+        except (KeyboardInterrupt, WorkloadError, LostProcessError) as error:  # what was finished is reported
+            stopped = error
+    if not measurement.runs and stopped:
+        raise stopped
     result = _result(args, workload, seed, found, measurement)
-    _print(result, highest, Console(file=sys.stdout, highlight=False))
-    _write(args, result, console)
-    failed = any(record.error for run in result.runs for record in run.requests)
-    if interrupted:
-        return EXIT_INTERRUPTED
+    output.show(result, rates)
+    output.write(result, args.json, args.html, args.figures, console)
+    if stopped:
+        raise stopped  # for its message and exit code
+    failed = any(_has_failed(record) for run in result.runs for record in run.requests)
     return EXIT_FAILED_REQUESTS if failed and not args.allow_errors else EXIT_OK
+
+
+def _has_failed(record: RequestRecord) -> bool:
+    return bool(record.error) or record.output_tokens < record.wanted_tokens
+
+
+def _measure(
+    args: argparse.Namespace,
+    measurement: Measurement,
+    levels: list[Level],
+    workload: Workload,
+    rates: dict[str, tuple[float, bool]],
+) -> None:
+    """Fills in `rates` as they are found."""
+    from surefoot.bench.measure import Limits
+
+    if args.find_rate:
+        measurement.warm_up(args.warm_up)
+        limits = Limits(*_given(args, LIMIT_FLAGS).values())
+        for name in measurement.servers:
+            rates[name] = measurement.find_rate(name, limits, levels[0].rate, levels[0].burstiness, args.requests or 0)
+        return
+    counts = [args.requests or _requests(level, workload) for level in levels]
+    if isinstance(workload, ShareGPTWorkload):
+        measured = max(counts) if args.prompts == "same" else args.repeat * sum(counts)
+        workload.require(args.warm_up * len(measurement.servers) + measured)
+    measurement.warm_up(args.warm_up)
+    for level, requests in zip(levels, counts, strict=True):
+        measurement.run_level(level, requests, args.repeat)
+
+
+def _requests(level: Level, workload: Workload) -> int:
+    if level.clients:
+        return 2 * level.clients
+    return len(workload) if isinstance(workload, TraceWorkload) else 32
+
+
+def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    given = vars(args)
+    return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+
+
+def _refuse(args: argparse.Namespace, names: set[str], why: str) -> None:
+    """Those flags mean nothing to what was asked for."""
+    for name in sorted(names):
+        if vars(args)[name] is not None:
+            raise WorkloadError(f"--{name.replace('_', '-')} means nothing {why}")
 
 
 def _names(args: argparse.Namespace) -> dict[str, str]:
@@ -232,117 +260,101 @@ def _names(args: argparse.Namespace) -> dict[str, str]:
 def _levels(args: argparse.Namespace) -> list[Level]:
     from surefoot.bench.measure import Level
 
-    if args.workload == "trace" and not args.concurrency and not args.rate:
-        return [Level(0, 0.0, args.burstiness)]
-    wrong = [value for value in (*args.concurrency, *args.rate) if value <= 0]
+    wrong = [
+        value for value in (*args.concurrency, *args.rate, args.timeout, *_limits(args)) if not 0 < value < math.inf
+    ]
     if wrong:
-        raise WorkloadError(f"{wrong[0]} is no load: --concurrency and --rate are positive")
-    levels = [Level(0, rate, args.burstiness) for rate in args.rate]
+        raise WorkloadError(
+            f"{wrong[0]:g} is no load and no limit: --concurrency, --rate, --timeout and the limits are positive"
+        )
+    burstiness = 1.0 if args.burstiness is None else args.burstiness
+    if not 0 < burstiness < math.inf:
+        raise WorkloadError(f"--burstiness {burstiness:g} is no shape of a distribution: it is positive")
+    if args.find_rate:
+        if args.concurrency or len(args.rate) > 1 or args.repeat > 1 or args.workload == "trace":
+            raise WorkloadError(
+                "--find-rate takes one --rate to begin with, and no --concurrency, --repeat or trace: it makes its load"
+            )
+        return [Level(0, args.rate[0] if args.rate else 1.0, burstiness)]
+    _refuse(args, set(LIMIT_FLAGS), "without --find-rate")
+    if not args.rate:
+        _refuse(args, {"burstiness"}, "without --rate or --find-rate")
+    if args.workload == "trace" and not args.concurrency and not args.rate:
+        return [Level(0, 0.0, burstiness)]
+    levels = [Level(0, rate, burstiness) for rate in args.rate]
     return [Level(clients, 0.0, 1.0) for clients in args.concurrency or ([] if levels else [1, 16, 64])] + levels
 
 
-def _workload(args: argparse.Namespace) -> Workload:
-    kind: PromptKind = args.prompt_kind or ("words" if args.chat or args.workload == "conversations" else "ids")
+def _limits(args: argparse.Namespace) -> list[float]:
+    limits = _given(args, LIMIT_FLAGS)
+    if limits["limit_share"] > 1:
+        raise WorkloadError(f"--limit-share {limits['limit_share']:g} is no share: it is at most 1")
+    return list(limits.values())
+
+
+def _processes(wanted: str, levels: list[Level]) -> int:
+    if wanted != "auto":
+        try:
+            return count(wanted)
+        except argparse.ArgumentTypeError as error:
+            raise WorkloadError(f"--clients: {error}, or auto") from None
+    need = max(max(level.clients / CLIENTS_EACH, level.rate / RATE_EACH) for level in levels)
+    return max(1, min(probe().num_cpus // 2, math.ceil(need)))
+
+
+def _workload(args: argparse.Namespace, seed: int) -> Workload:
+    known = WORKLOAD_FLAGS[args.workload]
+    _refuse(
+        args,
+        {name for flags in WORKLOAD_FLAGS.values() for name in flags} - set(known),
+        f"to --workload {args.workload}",
+    )
+    given = _given(args, known)
+    kind: PromptKind = given.get("prompt_kind") or ("words" if args.chat or args.workload == "conversations" else "ids")
     if kind == "ids" and args.chat:
         raise WorkloadError("--chat takes no token ids: use --prompt-kind words")
-    maker = Maker(kind, args.vocab_size)
-    if args.workload in ("sharegpt", "trace") and args.file is None:
+    if "file" in given and given["file"] is None:
         raise WorkloadError(f"--workload {args.workload} needs --file")
+    maker = Maker(kind, given.get("vocab_size", 0))
     match args.workload:
         case "random":
-            return RandomWorkload(maker, args.input, args.output)
+            return RandomWorkload(maker, given["input"], given["output"])
         case "prefix":
-            return PrefixWorkload(maker, args.prefixes, args.prefix_length, args.input, args.output)
+            return PrefixWorkload(maker, given["prefixes"], given["prefix_length"], given["input"], given["output"])
         case "conversations":
-            return ConversationWorkload(maker, args.turns, args.input, args.output)
+            return ConversationWorkload(maker, given["turns"], given["input"], given["output"])
         case "sharegpt":
-            return ShareGPTWorkload(args.file, args.input.high)
+            return ShareGPTWorkload(given["file"], given["input"].high, given["output"], seed)
         case _:
-            return TraceWorkload(args.file, maker, args.speed)
+            return TraceWorkload(given["file"], maker, given["speed"])
 
 
 def _result(
     args: argparse.Namespace, workload: Workload, seed: int, found: list[ServerInfo], measurement: Measurement
 ) -> BenchResult:
-    from surefoot.bench.measure import hygiene
+    from surefoot.bench.measure import doubts
 
     machine = probe()
-    warnings = list(dict.fromkeys(hygiene(workload, args.chat, args.prompts == "same", measurement.runs)))
-    busy = max((run.client_busy for run in measurement.runs if run.seconds >= BUSY_SECONDS), default=0.0)
-    if busy > BUSY_FROM:
-        warnings.append(f"the client computed for {busy:.0%} of its time: it may be what limits the numbers")
+    warnings = [*doubts(workload, args.chat, args.prompts == "same", measurement.runs)]
+    if args.seed is not None:
+        warnings.append(
+            f"--seed {args.seed} was given: a server that an earlier benchmark sent this load with this seed has had "
+            "these prompts before"
+        )
     return BenchResult(
         format=FORMAT,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=f"{machine.num_cpus} x {machine.cpu_name}",
-        versions=f"Python {platform.python_version()}",
-        command=shlex.join(["surefoot", *sys.argv[1:]]),
+        versions=f"surefoot {__version__}, Python {platform.python_version()}",
+        command=_command(args.api_key),
         workload=WorkloadRecord(workload.name, workload.describe(), seed, args.prompts, workload.shared_tokens),
         servers=tuple(found),
         runs=tuple(measurement.runs),
-        warnings=tuple(warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
-def _print(result: BenchResult, highest: dict[str, float], out: Console) -> None:
-    out.print(f"{result.workload.description}; seed {result.workload.seed}")
-    seen = "no prompt was sent before" if result.workload.prompts == "fresh" else "every run sends the same prompts"
-    out.print(f"prompts: {result.workload.prompts}, {seen}")
-    for server in result.servers:
-        out.print(f"{server.name}: {server.software}, model {server.model}, plan {server.plan_hash}")
-    several = len(result.servers) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("level", *(["server"] if several else [])):
-        table.add_column(column, overflow="fold")
-    for column in ("tok/s", "TTFT\nms p50", "\np99", "gap\nms p50", "\np99", "whole\ns p50", "hits", "failed"):
-        table.add_column(column, justify="right", no_wrap=True)
-    if several:
-        table.add_column(f"{result.servers[0].name}\n/ this", justify="right")
-    found = summaries(result)
-    for summary in found:
-        table.add_row(*_cells(summary, result.servers[0].name, several))
-    out.print(table)
-    for summary in found:
-        for kind, count in {**summary.errors, "answer with too few tokens": summary.short}.items():
-            if count:
-                out.print(f"[yellow]{summary.server} {summary.level}: {count} x {kind}[/yellow]", soft_wrap=True)
-    for name, rate in highest.items():
-        out.print(f"{name}: {rate:.2f} requests a second keep the limits")
-    for warning in result.warnings:
-        out.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
-
-
-def _cells(summary: Summary, first: str, several: bool) -> list[str]:
-    cells = [
-        summary.level,
-        *([summary.server] if several else []),
-        f"{summary.output_rate:.1f}",
-        f"{1000 * summary.ttft.p50:.0f}",
-        f"{1000 * summary.ttft.p99:.0f}",
-        f"{1000 * summary.inter_token.p50:.1f}",
-        f"{1000 * summary.inter_token.p99:.1f}",
-        f"{summary.end_to_end.p50:.2f}",
-        "?" if summary.hit_rate < 0 else f"{summary.hit_rate:.0%}",
-        str(sum(summary.errors.values())),
-    ]
-    if several:
-        cells.append(
-            f"{summary.ratio:.2f}\n{summary.ratio_low:.2f}-{summary.ratio_high:.2f}" if summary.server != first else ""
-        )
-    return cells
-
-
-def _write(args: argparse.Namespace, result: BenchResult, console: Console) -> None:
-    if args.json:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
-        console.print(f"written: {args.json}")
-    if args.html:
-        from surefoot.bench.report import write_html
-
-        write_html(result, args.html)
-        console.print(f"written: {args.html}")
-    if args.figures:
-        from surefoot.bench.figures import draw, export
-
-        paths = export(draw(result), args.figures)
-        console.print(f"written: {len(paths)} files in {args.figures}")
+def _command(api_key: str) -> str:
+    """As it was typed, but for the key: results are passed around."""
+    words = ["surefoot", *sys.argv[1:]]
+    return shlex.join(word.replace(api_key, "KEY") if api_key else word for word in words)
